@@ -1,0 +1,46 @@
+"""What is wrong with a job description, said once and completely.
+
+Everything that reads a user's input (options, JSON, hostfile, model file) returns or collects
+`Problem` objects instead of raising at the first one, so that a user sees all of them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+EXIT_FINISHED = 0
+EXIT_FAILED = 1
+EXIT_WRONG_JOB = 2
+EXIT_STOPPED = 3
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong, or worth a warning.
+
+    Attributes:
+        key: The option, JSON key (dotted) or file and line that carries the value.
+        value: What was given, as the user wrote it.
+        rule: What must hold, with the numbers worked out.
+        remedy: What to change, concretely.
+        severity: An ``error`` refuses the job; a ``warning`` is printed and the job goes on.
+    """
+
+    key: str
+    value: object
+    rule: str
+    remedy: str
+    severity: Literal["error", "warning"] = "error"
+
+    def __str__(self) -> str:
+        return f"{self.severity}: {self.key} = {self.value!r}: {self.rule}. {self.remedy}."
+
+
+class JobError(ValueError):
+    """The job description is wrong; nothing was started. Carries every problem found."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
