@@ -1,0 +1,165 @@
+"""Every option of a run, in one typed definition: the command line, its help and run.json come from it.
+
+Batch sizes, precision, ZeRO, optimizer, schedule, parallel degrees and monitors are not options: they
+belong to the DeepSpeed JSON, so that nothing is said twice.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tyro
+
+from pipeline.job.problems import JobError, Problem
+from pipeline.job.suggest import did_you_mean
+
+RUN_FILE = "run.json"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Pretrain a GPT with DeepSpeed: pipeline, data (ZeRO), sequence and tensor parallelism in one job."""
+
+    deepspeed_config: str = "ds_configs/zero1.json"
+    """DeepSpeed JSON: batch sizes, precision, ZeRO, optimizer, schedule and the parallel sizes. A relative
+    path is looked up in the current folder, then in the project's."""
+    model: str = "auto"
+    """Preset name, Hugging Face config.json, or a folder holding one. auto: tiny on CPU, gpt2-124m on
+    GPU."""
+    data: tuple[str, ...] = ()
+    """Text files or folders to train on. None: the source text of Python's standard library."""
+    seq_length: int | None = None
+    """Tokens per sample. None: the model's usual training length."""
+    train_steps: int | None = None
+    """Optimizer steps of the whole run, resumed parts included. None: the model's default."""
+    train_tokens: int | None = None
+    """The run's length in tokens instead of steps; rounded up to whole steps."""
+    dropout: float | None = None
+    """Dropout rate (embedding, residual branches, attention), 0 to below 1. None: the model's."""
+    eval_interval: int | None = None
+    """Steps between held-out losses; the last step always has one. 0: only the last. None: a tenth of the
+    run."""
+    eval_samples: int = 64
+    """Held-out samples per evaluation (at most as many as there are); 0 turns evaluation off."""
+    eval_fraction: float = 0.05
+    """Share of the documents that is held out of training, 0 to below 1."""
+    save_interval: int | None = None
+    """Steps between checkpoints; the last step always saves. None or 0: only the last."""
+    log_interval: int = 10
+    """Steps between lines on the console; metrics.jsonl has every step."""
+    output_dir: str | None = None
+    """Folder of the run. None: runs/<model name>."""
+    resume: str = "auto"
+    """auto: from the newest checkpoint in output_dir if there is one; never: start at step 0, refusing a
+    folder that holds checkpoints; or the path of a checkpoint."""
+    seed: int = 1234
+    """Seed of the initial weights, the sample order and dropout."""
+    sample_tokens: int = 200
+    """Tokens of text generated after the last step; 0: none."""
+    sample_prompt: str = "def "
+    """The text that the generated sample continues."""
+    print_config: bool = False
+    """Print the dict that DeepSpeed receives."""
+    config: str | None = None
+    """A run.json: its options become the defaults, options given beside it win."""
+    deepspeed: bool = False
+    """Accepted as DeepSpeed's users pass it; DeepSpeed is always on."""
+    local_rank: int | None = None
+    """Accepted as DeepSpeed's launcher passes it; must agree with LOCAL_RANK."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The options worth keeping with a run, as plain JSON values."""
+        return {key: value for key, value in asdict(self).items() if key not in _OF_ONE_CALL}
+
+
+# These describe one call, not the run: they are not saved.
+_OF_ONE_CALL = frozenset(
+    "print_config config deepspeed local_rank hostfile include exclude num_nodes num_gpus world_size".split()
+)
+
+
+@dataclass(frozen=True)
+class CheckOptions(Options):
+    """Check a job before any rank starts: its layout, sizes and every problem. Takes the options of
+    pretrain.py and those of the launcher that decide the world."""
+
+    hostfile: str | None = None
+    """Hostfile, as the launcher's. None: this machine."""
+    include: str = ""
+    """Hosts and slots to use, as the launcher's."""
+    exclude: str = ""
+    """Hosts and slots to leave out, as the launcher's."""
+    num_nodes: int | None = None
+    """Use the first hosts only, as the launcher's."""
+    num_gpus: int | None = None
+    """Use the first slots of each host only, as the launcher's; on CPU the number of ranks."""
+    world_size: int | None = None
+    """Check for this many ranks on one host, whatever this machine has."""
+
+
+O = TypeVar("O", bound=Options)  # noqa: E741
+
+
+def parse_options(args: Sequence[str], kind: type[O] = Options, prog: str | None = None) -> O:
+    """Read the command line.
+
+    Raises:
+        SystemExit: with code 2 after a message for an unknown option or a value of the wrong type; with
+            code 0 after --help.
+        JobError: the file given with --config cannot be used.
+    """
+    saved = _config_argument(args)
+    default = kind() if saved is None else from_run_file(Path(saved), kind)
+    return tyro.cli(
+        kind,
+        args=list(args),
+        prog=prog,
+        default=default,
+        use_underscores=True,
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+
+
+def _config_argument(args: Sequence[str]) -> str | None:
+    """The value of --config, found ahead of the full parse because it supplies that parse's defaults."""
+    for position, argument in enumerate(args):
+        if argument == "--config" and position + 1 < len(args):
+            return args[position + 1]
+        if argument.startswith("--config="):
+            return argument.removeprefix("--config=")
+    return None
+
+
+def from_run_file(path: Path, kind: type[O] = Options) -> O:
+    """The options that a run.json was started with.
+
+    Raises:
+        JobError: the file is missing, is no run.json, or has an option that does not exist.
+    """
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))["options"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        rule = f"cannot be read as a {RUN_FILE} ({type(error).__name__}: {error})"
+        raise JobError([Problem("config", str(path), rule, f"Give the {RUN_FILE} of a run")]) from error
+    return from_json(saved, kind, str(path))
+
+
+def from_json(saved: dict[str, Any], kind: type[O] = Options, source: str = RUN_FILE) -> O:
+    """Options from what `Options.to_json` gave.
+
+    Raises:
+        JobError: unknown names; all of them are listed.
+    """
+    known = {field.name for field in fields(kind)}
+    problems = [
+        Problem(f"{source}: options.{key}", value, "there is no such option", did_you_mean(key, known))
+        for key, value in saved.items()
+        if key not in known
+    ]
+    if problems:
+        raise JobError(problems)
+    return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()})

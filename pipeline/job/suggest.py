@@ -1,0 +1,13 @@
+"""The nearest existing name for one that does not exist."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A remedy for an unknown name: the likely spelling, or the whole choice."""
+    choice = sorted(known)
+    near = get_close_matches(name.lower(), choice, n=1, cutoff=0.6)
+    return f"Did you mean {near[0]!r}?" if near else f"Choose from {', '.join(choice)}"
