@@ -1,0 +1,38 @@
+"""Replacing a file so that a crash leaves either the old or the new one, whole."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+
+@contextmanager
+def replaced_atomically(path: Path) -> Iterator[IO[bytes]]:
+    """Yield a file to write the new content of `path` to; it takes the name when the block ends.
+
+    The temporary file is a neighbour, because a rename is atomic within one file system only. Content
+    is on the disk before the rename, and the rename before the return. If the block raises, `path` is
+    untouched and the temporary file is gone.
+    """
+    temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames and new names in `folder` survive a crash of the host."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

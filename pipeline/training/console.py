@@ -1,0 +1,211 @@
+"""What rank 0 says while it trains. The other ranks have a `NullConsole` and say nothing.
+
+In a terminal the last line is live: it is redrawn with each step, and other lines scroll past above
+it. Everywhere else (a pipe, a file, a CI log) the same facts come as plain lines, without control
+characters, whatever the environment says about colour.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import IO, Protocol
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.text import Text
+
+from pipeline.training.metrics import EvalMetrics, StepMetrics
+
+# Redrawing costs about a millisecond; a step of a tiny model takes ten.
+REDRAWS_PER_SECOND = 10
+# Steps that the remaining time is estimated from: few enough to follow a change of pace.
+PACE_STEPS = 50
+
+
+class Console(Protocol):
+    """What the job says things to; on every rank, so that no caller asks for its rank."""
+
+    def start(self, lines: Iterable[str]) -> None:
+        """Describe the job, one line per fact, then begin to show progress."""
+
+    def step(self, metrics: StepMetrics) -> None: ...
+
+    def evaluation(self, metrics: EvalMetrics) -> None: ...
+
+    def message(self, text: str) -> None:
+        """Say something once, above the progress line."""
+
+    def finish(self, lines: Iterable[str] = ()) -> None:
+        """End the progress line and say the last lines. May be called twice, and after a failure."""
+
+
+def make_console(
+    rank: int, *, total_steps: int, log_interval: int, resume_step: int = 0, file: IO[str] | None = None
+) -> Console:
+    """The console of `rank`: live in a terminal, plain lines elsewhere, silent on other ranks.
+
+    Args:
+        rank: Global rank; 0 speaks.
+        total_steps: The step at which the job is finished.
+        log_interval: A log line every so many steps.
+        resume_step: Steps taken before this start.
+        file: Where to write; standard output if None.
+    """
+    if rank != 0:
+        return NullConsole()
+    stream = sys.stdout if file is None else file
+    kind = LiveConsole if stream.isatty() else PlainConsole
+    return kind(stream, total_steps=total_steps, log_interval=log_interval, resume_step=resume_step)
+
+
+class NullConsole:
+    """Says nothing."""
+
+    def start(self, lines: Iterable[str]) -> None:
+        pass
+
+    def step(self, metrics: StepMetrics) -> None:
+        pass
+
+    def evaluation(self, metrics: EvalMetrics) -> None:
+        pass
+
+    def message(self, text: str) -> None:
+        pass
+
+    def finish(self, lines: Iterable[str] = ()) -> None:
+        pass
+
+
+class PlainConsole:
+    """One line per `log_interval` steps, evaluation and message; each is flushed at once."""
+
+    def __init__(self, stream: IO[str], *, total_steps: int, log_interval: int, resume_step: int = 0) -> None:
+        self._stream = stream
+        self._total = total_steps
+        self._interval = log_interval
+        self._first = resume_step + 1
+        self._pace: deque[float] = deque(maxlen=PACE_STEPS)
+
+    def start(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.message(line)
+
+    def step(self, metrics: StepMetrics) -> None:
+        self._pace.append(metrics.step_time)
+        if self._is_logged(metrics):
+            self.message(step_line(metrics, self._total, self._remaining(metrics.step)))
+
+    def evaluation(self, metrics: EvalMetrics) -> None:
+        self.message(evaluation_line(metrics, self._total))
+
+    def message(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+    def finish(self, lines: Iterable[str] = ()) -> None:
+        for line in lines:
+            self.message(line)
+
+    def _is_logged(self, metrics: StepMetrics) -> bool:
+        """Also the first and the last step, and what a reader must not miss: a skipped one."""
+        return (
+            metrics.step % self._interval == 0
+            or metrics.step in (self._first, self._total)
+            or metrics.skipped
+        )
+
+    def _remaining(self, step: int) -> float:
+        """Seconds to the last step, at the mean pace of the last steps. The first of a start is slow
+        (kernels are chosen, memory is allocated), so it counts only until there is another."""
+        paces = list(self._pace)
+        if step - self._first < PACE_STEPS and len(paces) > 1:
+            paces = paces[1:]
+        return (self._total - step) * sum(paces) / len(paces)
+
+
+class LiveConsole(PlainConsole):
+    """The plain lines, above one line that is redrawn in place."""
+
+    def __init__(self, stream: IO[str], *, total_steps: int, log_interval: int, resume_step: int = 0) -> None:
+        super().__init__(stream, total_steps=total_steps, log_interval=log_interval, resume_step=resume_step)
+        self._rich = RichConsole(file=stream, highlight=False)
+        # No refresh thread: threads and forked data workers do not go together.
+        self._progress = Progress(
+            BarColumn(bar_width=20),
+            TextColumn("{task.description}", markup=False),
+            console=self._rich,
+            auto_refresh=False,
+            transient=True,
+        )
+        self._task = self._progress.add_task("waiting for the first step", total=total_steps)
+        self._progress.update(self._task, completed=resume_step)
+        self._drawn = 0.0
+
+    def start(self, lines: Iterable[str]) -> None:
+        super().start(lines)
+        self._progress.start()
+        self._rich.show_cursor(True)  # a killed job must not leave the terminal without one
+        self._progress.refresh()
+
+    def step(self, metrics: StepMetrics) -> None:
+        super().step(metrics)
+        text = progress_text(metrics, self._total, self._remaining(metrics.step))
+        self._progress.update(self._task, completed=metrics.step, description=text)
+        now = time.monotonic()
+        if now - self._drawn >= 1 / REDRAWS_PER_SECOND or metrics.step == self._total:
+            self._progress.refresh()
+            self._drawn = now
+
+    def message(self, text: str) -> None:
+        self._rich.print(Text(text), soft_wrap=True)
+
+    def finish(self, lines: Iterable[str] = ()) -> None:
+        self._progress.stop()
+        super().finish(lines)
+
+
+def step_line(metrics: StepMetrics, total_steps: int, remaining: float) -> str:
+    """The log line of a step; `remaining` in seconds."""
+    width = len(str(total_steps))
+    parts = [
+        f"step {metrics.step:>{width}}/{total_steps}",
+        f"loss {metrics.loss:.4f}",
+        f"grad norm {metrics.grad_norm:.3f}",
+        f"lr {metrics.lr:.2e}",
+        f"{metrics.tokens_per_second:,.0f} tokens/s",
+        f"{metrics.tflops_per_device:.3g} TFLOP/s per device",
+    ]
+    if metrics.mfu is not None:
+        parts.append(f"MFU {metrics.mfu:.1%}")
+    parts.append("skipped: overflow" if metrics.skipped else f"remaining {duration(remaining)}")
+    return " | ".join(parts)
+
+
+def progress_text(metrics: StepMetrics, total_steps: int, remaining: float) -> str:
+    """The live line: what one wants to see at a glance in 80 columns."""
+    parts = [
+        f"{metrics.step}/{total_steps}",
+        f"loss {metrics.loss:.3f}",
+        f"lr {metrics.lr:.1e}",
+        f"{metrics.tokens_per_second:,.0f} tok/s",
+    ]
+    if metrics.mfu is not None:
+        parts.append(f"MFU {metrics.mfu:.0%}")
+    return "  ".join([*parts, duration(remaining)])
+
+
+def evaluation_line(metrics: EvalMetrics, total_steps: int) -> str:
+    width = len(str(total_steps))
+    return f"step {metrics.step:>{width}}/{total_steps} | held-out loss {metrics.eval_loss:.4f}"
+
+
+def duration(seconds: float) -> str:
+    """``75`` is ``0:01:15``; from a day on ``2 d 03:04:05``."""
+    minutes, second = divmod(max(0, round(seconds)), 60)
+    hours, minute = divmod(minutes, 60)
+    if hours < 24:
+        return f"{hours}:{minute:02}:{second:02}"
+    return f"{hours // 24} d {hours % 24:02}:{minute:02}:{second:02}"

@@ -1,0 +1,214 @@
+"""What a run reports about itself: the numbers of each step, and the file that keeps them.
+
+`metrics.jsonl` holds one JSON object per line. Step objects carry every field of `StepMetrics`;
+evaluation objects carry `step` and `eval_loss` alone, which is how a reader tells them apart.
+
+JSON has no NaN and no infinity, yet a step that fp16 loss scaling skipped has an infinite gradient
+norm. Such a value is written as ``null`` and named under an extra key that other lines do not have:
+``{"grad_norm": null, ..., "nonfinite": {"grad_norm": "inf"}}``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Protocol
+
+from pipeline.training.atomic_file import replaced_atomically
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One optimizer step of the whole job; equal on every rank but for the times.
+
+    Attributes:
+        step: Optimizer steps taken, counted from 1.
+        loss: Mean over the step's unmasked tokens, natural logarithm.
+        grad_norm: Global 2-norm of the gradient, before clipping.
+        lr: Learning rate that this step was taken with.
+        tokens: Tokens consumed since step 1, each counted once (sequence, tensor and pipeline peers
+            read the same ones).
+        step_time: Seconds from the end of the previous step to the end of this one.
+        tokens_per_second: Of the whole job, in this step.
+        tflops_per_device: 10^12 model floating-point operations per second and device.
+        mfu: Share of the device's dense peak, 0 to 1; None where the peak is not known.
+        data_time: Seconds of `step_time` spent waiting for data.
+        skipped: The update was not applied (overflow under fp16 loss scaling).
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    step_time: float
+    tokens_per_second: float
+    tflops_per_device: float
+    mfu: float | None
+    data_time: float
+    skipped: bool
+
+
+@dataclass(frozen=True)
+class EvalMetrics:
+    """Loss on the held-out split after `step` optimizer steps, mean per unmasked token."""
+
+    step: int
+    eval_loss: float
+
+
+class MetricsSink(Protocol):
+    """Anything that takes the numbers as they come: the file, the console, the monitors.
+
+    Only rank 0 has sinks, so the loop runs over a tuple that is empty on the other ranks.
+    """
+
+    def step(self, metrics: StepMetrics) -> None: ...
+
+    def evaluation(self, metrics: EvalMetrics) -> None: ...
+
+
+@dataclass(frozen=True)
+class Speedometer:
+    """Turns a step's duration into rates.
+
+    Attributes:
+        tokens_per_step: Of the whole job, each counted once.
+        flops_per_token: Model operations, forward and backward, recomputation excluded.
+        num_devices: Ranks of the job.
+        peak_flops: Dense peak of one device at the job's precision, operations per second; None if
+            it is not known, and then there is no MFU.
+    """
+
+    tokens_per_step: int
+    flops_per_token: float
+    num_devices: int
+    peak_flops: float | None = None
+
+    def measure(
+        self,
+        *,
+        step: int,
+        loss: float,
+        grad_norm: float,
+        lr: float,
+        tokens: int,
+        step_time: float,
+        data_time: float,
+        skipped: bool,
+    ) -> StepMetrics:
+        """The metrics of a step that took `step_time` seconds; arguments as `StepMetrics` has them."""
+        rate = self.tokens_per_step / step_time
+        flops = rate * self.flops_per_token / self.num_devices
+        return StepMetrics(
+            step=step,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            tokens=tokens,
+            step_time=step_time,
+            tokens_per_second=rate,
+            tflops_per_device=flops / 1e12,
+            mfu=flops / self.peak_flops if self.peak_flops else None,
+            data_time=data_time,
+            skipped=skipped,
+        )
+
+
+def to_json(metrics: StepMetrics | EvalMetrics) -> str:
+    """One line of strict JSON, without its line end; non-finite values as the module text says."""
+    fields = asdict(metrics)
+    nonfinite = {k: str(v) for k, v in fields.items() if isinstance(v, float) and not math.isfinite(v)}
+    fields.update(dict.fromkeys(nonfinite))
+    if nonfinite:
+        fields["nonfinite"] = nonfinite
+    return json.dumps(fields, allow_nan=False)
+
+
+class MetricsFile:
+    """`metrics.jsonl`, appended to by rank 0 alone, one flushed line per call.
+
+    Opening it for a run that continues after `resume_step` steps (0 for a new run) removes the lines
+    of later steps, which will be taken again, and a last line that a crash left torn. The file is
+    replaced as a whole, so a crash while opening leaves the old one.
+
+    A file has each step once if the loop calls `sync` before it writes a checkpoint (so that the
+    lines up to the checkpoint outlive the host) and evaluates before it does.
+
+    Attributes:
+        missing_steps: Steps up to `resume_step` that have no line, because the file was deleted or
+            the host crashed before `sync`: 0 unless something was lost.
+
+    Raises:
+        ValueError: a line other than the last is not a metrics object, or a step comes twice.
+        OSError: the file cannot be read or written.
+    """
+
+    def __init__(self, path: str | Path, resume_step: int = 0) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._last = {"step": 0, "eval": 0}
+        kept_steps = self._repair(resume_step) if self.path.exists() else 0
+        self.missing_steps = resume_step - kept_steps
+        self._file: IO[bytes] = self.path.open("ab")
+
+    def step(self, metrics: StepMetrics) -> None:
+        self._append("step", metrics)
+
+    def evaluation(self, metrics: EvalMetrics) -> None:
+        self._append("eval", metrics)
+
+    def sync(self) -> None:
+        """Return once every line so far is on the disk."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> MetricsFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _append(self, kind: str, metrics: StepMetrics | EvalMetrics) -> None:
+        self._advance(kind, metrics.step)
+        self._file.write(to_json(metrics).encode() + b"\n")
+        self._file.flush()
+
+    def _advance(self, kind: str, step: int) -> None:
+        if step <= self._last[kind]:
+            raise ValueError(f"{self.path}: {kind} metrics of step {step} after those of {self._last[kind]}")
+        self._last[kind] = step
+
+    def _repair(self, resume_step: int) -> int:
+        """Keep the objects of steps 1 .. resume_step; returns how many of them are step objects."""
+        kept_steps = 0
+        with self.path.open("rb") as old, replaced_atomically(self.path) as new:
+            for line, record in self._records(old):
+                if record["step"] <= resume_step:
+                    kind = "eval" if "eval_loss" in record else "step"
+                    self._advance(kind, record["step"])
+                    kept_steps += kind == "step"
+                    new.write(line.rstrip(b"\r\n") + b"\n")
+        return kept_steps
+
+    def _records(self, lines: IO[bytes]) -> Iterator[tuple[bytes, dict]]:
+        """Each line with its object. Only the last line can be torn: it ends without a line end."""
+        for number, line in enumerate(lines, start=1):
+            try:
+                record = json.loads(line)
+                if not isinstance(record["step"], int):
+                    raise TypeError("'step' is not an integer")
+            except (ValueError, KeyError, TypeError) as error:
+                if not line.endswith(b"\n"):
+                    return
+                raise ValueError(
+                    f"{self.path}, line {number}: not a metrics object ({error}). "
+                    "Repair or move the file; the run does not need it to continue"
+                ) from error
+            yield line, record
