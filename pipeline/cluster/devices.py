@@ -1,0 +1,87 @@
+"""What this machine computes with, asked of the CUDA driver itself. No torch.
+
+The driver library is the one that torch uses, and honours CUDA_VISIBLE_DEVICES as torch does; asking it
+takes a fraction of a second and needs no nvidia-smi.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pipeline.job.problems import Problem
+
+_CUDA_SUCCESS = 0
+_CUDA_ERROR_NO_DEVICE = 100
+# CUdevice_attribute of the driver interface.
+_COMPUTE_CAPABILITY_MAJOR = 75
+_COMPUTE_CAPABILITY_MINOR = 76
+# Ampere (8.0) is the first generation with bf16 arithmetic.
+BF16_CAPABILITY = (8, 0)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU that this process may use.
+
+    Attributes:
+        index: Its number on this machine, as CUDA_VISIBLE_DEVICES and the launcher count.
+        name: As the driver names it, such as ``NVIDIA A100-SXM4-80GB``.
+        capability: Compute capability, such as (8, 0).
+    """
+
+    index: int
+    name: str
+    capability: tuple[int, int]
+
+
+def visible_gpus(environ: Mapping[str, str] = os.environ) -> tuple[tuple[Gpu, ...], tuple[Problem, ...]]:
+    """The GPUs this process may use; none without a driver or with an empty CUDA_VISIBLE_DEVICES.
+
+    A driver that is there and does not work is a problem, not a machine without GPUs.
+    """
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.strip() in ("", "-1"):
+        return (), ()
+    if visible is not None and not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", visible):
+        rule = "DeepSpeed's launcher selects GPUs by number only"
+        return (), (Problem("CUDA_VISIBLE_DEVICES", visible, rule, "Give numbers, as in 0,1"),)
+    gpus, problems = _ask_driver()
+    if visible is None or problems:
+        return gpus, problems
+    indices = [int(index) for index in visible.split(",")]
+    if len(gpus) != len(indices):
+        rule = f"the driver offers {len(gpus)} of these {len(indices)} GPUs"
+        remedy = "List each GPU once, by a number that nvidia-smi shows, or unset it"
+        return (), (Problem("CUDA_VISIBLE_DEVICES", visible, rule, remedy),)
+    named = zip(indices, gpus, strict=True)
+    return tuple(Gpu(index, gpu.name, gpu.capability) for index, gpu in named), ()
+
+
+def _ask_driver() -> tuple[tuple[Gpu, ...], tuple[Problem, ...]]:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:  # no NVIDIA driver: a machine without GPUs
+        return (), ()
+    status = driver.cuInit(0)
+    if status == _CUDA_ERROR_NO_DEVICE:
+        return (), ()
+    if status != _CUDA_SUCCESS:
+        rule = f"the CUDA driver is installed but does not start (error {status})"
+        remedy = "Repair the driver (nvidia-smi must work), or set CUDA_VISIBLE_DEVICES= to train on the CPU"
+        return (), (Problem("GPUs", "libcuda.so.1", rule, remedy),)
+    count = ctypes.c_int()
+    driver.cuDeviceGetCount(ctypes.byref(count))
+    return tuple(_describe(driver, index) for index in range(count.value)), ()
+
+
+def _describe(driver: ctypes.CDLL, index: int) -> Gpu:
+    name = ctypes.create_string_buffer(256)
+    driver.cuDeviceGetName(name, len(name), index)
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    driver.cuDeviceGetAttribute(ctypes.byref(major), _COMPUTE_CAPABILITY_MAJOR, index)
+    driver.cuDeviceGetAttribute(ctypes.byref(minor), _COMPUTE_CAPABILITY_MINOR, index)
+    return Gpu(index, name.value.decode(), (major.value, minor.value))

@@ -1,0 +1,210 @@
+"""A strict reader for hostfiles, and the launcher's host filters.
+
+A hostfile has one line per host, ``name slots=N``, where N is the number of devices (ranks) to use there.
+Blank lines and lines that start with ``#`` are skipped. Everything else is refused: DeepSpeed's own reader
+takes ``slots=2.9`` as 2, keeps hosts with ``slots=0``, and trains on one machine when the file is missing.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.job.problems import Problem
+
+# Host names pass through ssh and two shells on their way: nothing in them may mean something to a shell.
+_HOST_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
+_USER_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
+_LINE = "a line is `host slots=N`"
+
+
+@dataclass(frozen=True)
+class Host:
+    """One machine of a job.
+
+    Attributes:
+        name: As in the hostfile (``host``, ``user@host`` or an address); ``localhost`` for this machine.
+        slots: Ranks on it.
+        devices: Their device numbers on that host, one per slot.
+    """
+
+    name: str
+    slots: int
+    devices: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            object.__setattr__(self, "devices", tuple(range(self.slots)))
+        if len(self.devices) != self.slots:
+            raise ValueError(f"host {self.name}: {self.slots} slots, but devices {self.devices}")
+
+
+def read_hostfile(path: str | Path) -> tuple[tuple[Host, ...], tuple[Problem, ...]]:
+    """The hosts of a file in its order, and everything that is wrong with it.
+
+    A line with a problem gives no host. The file being missing, unreadable or empty is a problem, too.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        rule = f"the named hostfile cannot be read ({reason})"
+        return (), (Problem("hostfile", str(path), rule, "Correct the path, or leave --hostfile out"),)
+    hosts, problems = _parse_lines(text, str(path))
+    if not hosts and not problems:
+        remedy = f"Add one line per host ({_LINE})"
+        problems.append(Problem("hostfile", str(path), "the hostfile names no host", remedy))
+    return tuple(hosts), tuple(problems)
+
+
+def _parse_lines(text: str, path: str) -> tuple[list[Host], list[Problem]]:
+    hosts: list[Host] = []
+    problems: list[Problem] = []
+    first_line: dict[str, int] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        parsed = _parse_line(line)
+        if isinstance(parsed, Host) and parsed.name in first_line:
+            rule = f"host {parsed.name} is listed on line {first_line[parsed.name]} already"
+            parsed = (rule, "Keep one line per host and put the sum of its slots there")
+        if isinstance(parsed, Host):
+            first_line[parsed.name] = number
+            hosts.append(parsed)
+        else:
+            problems.append(Problem(f"{path} line {number}", line.strip(), *parsed))
+    return hosts, problems
+
+
+def _parse_line(line: str) -> Host | tuple[str, str]:
+    """The host of one line, or (rule, remedy) of the first thing wrong with it."""
+    name, *rest = line.split()
+    if wrong := host_name_rule(name):
+        return wrong, "Use letters, digits, '.', '_' and '-', with user@ in front if needed"
+    if not rest:
+        return "the slot count is missing", f"Write `{name} slots=N` with the host's number of devices"
+    key, equals, value = rest[0].partition("=")
+    if not equals or not value:
+        return f"{_LINE}, without spaces around '='", f"Write `{name} slots=N`"
+    if key != "slots":
+        return f"unknown key '{key}'; {_LINE}", f"Write `{name} slots=N`"
+    if not re.fullmatch(r"-?[0-9]+", value):
+        return f"slots must be a whole number, not '{value}'", f"Write `{name} slots=N`"
+    if int(value) < 1:
+        return f"slots must be at least 1, not {value}", "Remove the line to leave the host out"
+    if len(rest) > 1:
+        return f"'{' '.join(rest[1:])}' follows the slot count", "Put comments on lines of their own"
+    return Host(name, int(value))
+
+
+def host_name_rule(name: str) -> str | None:
+    """What is wrong with a host's name, or None. ``user@`` in front is allowed."""
+    user, at, host = name.rpartition("@")
+    if at and not _USER_NAME.fullmatch(user):
+        return f"'{user}' is not a user name"
+    if not _HOST_NAME.fullmatch(host):
+        return f"'{host}' is not a host name that is safe in a shell command"
+    return None
+
+
+def select_hosts(
+    hosts: tuple[Host, ...],
+    include: str = "",
+    exclude: str = "",
+    num_nodes: int | None = None,
+    num_gpus: int | None = None,
+) -> tuple[tuple[Host, ...], tuple[Problem, ...]]:
+    """The hosts and devices left by the launcher's filters, in the order of `hosts`.
+
+    The meaning is DeepSpeed's: ``--include`` and ``--exclude`` take ``host[:slot,slot]`` joined by ``@``;
+    ``--num_nodes`` takes the first hosts, ``--num_gpus`` the first slots of each. Where DeepSpeed would
+    oversubscribe, trim or ignore without a word, there is a problem instead.
+    """
+    filters = (("include", include), ("exclude", exclude))
+    given_filters = [(key, text) for key, text in filters if text]
+    given_counts = [
+        (key, n) for key, n in (("num_nodes", num_nodes), ("num_gpus", num_gpus)) if n is not None
+    ]
+    if len(given_filters) + bool(given_counts) > 1:
+        key, value = given_filters[-1]
+        others = " or ".join(f"--{other}" for other, _ in (*given_filters[:-1], *given_counts))
+        return hosts, (Problem(key, value, f"cannot be combined with {others}", "Give one of them"),)
+    if given_filters:
+        return _filter(hosts, *given_filters[0])
+    return _first(hosts, num_nodes, num_gpus)
+
+
+def _filter(hosts: tuple[Host, ...], key: str, text: str) -> tuple[tuple[Host, ...], tuple[Problem, ...]]:
+    chosen, problems = _parse_filter(hosts, key, text)
+    if problems:
+        return hosts, tuple(problems)
+    kept = []
+    for host in hosts:
+        named = set(chosen.get(host.name, ()))
+        devices = [device for device in host.devices if (device in named) == (key == "include")]
+        if devices:
+            kept.append(Host(host.name, len(devices), tuple(devices)))
+    if not kept:
+        return hosts, (Problem(key, text, "no slot is left", "Leave at least one slot in"),)
+    return tuple(kept), ()
+
+
+def _parse_filter(
+    hosts: tuple[Host, ...], key: str, text: str
+) -> tuple[dict[str, tuple[int, ...]], list[Problem]]:
+    """Devices named for each host in ``host[:slot,slot][@host...]``, and what is wrong with it."""
+    devices_of = {host.name: host.devices for host in hosts}
+    chosen: dict[str, tuple[int, ...]] = {}
+    problems: list[Problem] = []
+    for name, slots in _split_filter(text, devices_of):
+        remedy = f"The hosts are {', '.join(f'{host.name} (slots {_span(host)})' for host in hosts)}"
+        if name not in devices_of:
+            rule = f"there is no host '{name}'"
+        elif name in chosen:
+            rule, remedy = f"host '{name}' is named twice", "Name it once, with all its slots"
+        elif slots and not re.fullmatch(r"[0-9]+(,[0-9]+)*", slots[1:]):
+            rule, remedy = f"'{slots[1:]}' is not a list of slots", f"Write {name}:0,1 for slots 0 and 1"
+        else:
+            chosen[name] = tuple(int(s) for s in slots[1:].split(",")) if slots else devices_of[name]
+            unknown = [str(slot) for slot in chosen[name] if slot not in devices_of[name]]
+            repeated = len(set(chosen[name])) < len(chosen[name])
+            if not unknown and not repeated:
+                continue
+            rule = f"host '{name}' has no slot {', '.join(unknown)}" if unknown else "a slot is named twice"
+        problems.append(Problem(key, text, rule, remedy))
+    return chosen, problems
+
+
+def _split_filter(text: str, names: dict[str, tuple[int, ...]]) -> list[tuple[str, str]]:
+    """(host, ``:slots`` or empty) of each part. ``@`` separates parts, but occurs in user@host, too."""
+    parts: list[str] = []
+    for piece in text.split("@"):
+        joined = f"{parts[-1]}@{piece}" if parts else ""
+        if joined.partition(":")[0] in names and parts[-1] not in names:
+            parts[-1] = joined
+        else:
+            parts.append(piece)
+    return [(name, colon + slots) for name, colon, slots in (part.partition(":") for part in parts)]
+
+
+def _first(
+    hosts: tuple[Host, ...], num_nodes: int | None, num_gpus: int | None
+) -> tuple[tuple[Host, ...], tuple[Problem, ...]]:
+    problems = []
+    if num_nodes is not None and not 1 <= num_nodes <= len(hosts):
+        rule = f"must be from 1 to the number of hosts, {len(hosts)}"
+        problems.append(Problem("num_nodes", num_nodes, rule, "Lower it, or add hosts to the hostfile"))
+    elif num_nodes is not None:
+        hosts = hosts[:num_nodes]
+    smallest = min((host.slots for host in hosts), default=0)
+    if num_gpus is not None and not 1 <= num_gpus <= smallest:
+        rule = f"must be from 1 to the smallest host's slots, {smallest}"
+        problems.append(Problem("num_gpus", num_gpus, rule, "Lower it, or correct the hostfile's slots"))
+    elif num_gpus is not None:
+        hosts = tuple(Host(host.name, num_gpus, host.devices[:num_gpus]) for host in hosts)
+    return hosts, tuple(problems)
+
+
+def _span(host: Host) -> str:
+    return ",".join(str(device) for device in host.devices)
