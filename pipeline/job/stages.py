@@ -8,6 +8,7 @@ come. Layers without weights (rotary positions) ride along with a neighbour.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from math import inf
 
 from pipeline.job.parameters import LayerSize
@@ -99,7 +100,7 @@ def _weightless(
             f"chunk {chunk} would hold no weights, only {', '.join(layer.name for layer in layers[start:end])}",
             "Move a neighbouring layer into it",
         )
-        for chunk, (start, end) in enumerate(zip(boundaries, boundaries[1:], strict=False))
+        for chunk, (start, end) in enumerate(pairwise(boundaries))
         if not any(layer.held for layer in layers[start:end])
     ]
 
