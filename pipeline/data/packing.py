@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -84,7 +85,8 @@ class PackedDataset:
             raise ValueError(
                 f"{self.num_tokens} tokens do not fill one sample of {sequence_length} + 1 tokens"
             )
-        self._epochs: dict[int, _Epoch] = {}
+        # Two epochs, as a batch may cross an edge. The cache belongs to this object, and is thread-safe.
+        self._epoch = lru_cache(maxsize=2)(self._make_epoch)
 
     @property
     def num_documents(self) -> int:
@@ -108,16 +110,10 @@ class PackedDataset:
             num_labels[row] = self._fill(tokens[row], orders, int(numbers[row]) * self.sequence_length) - 1
         return Samples(tokens, num_labels, epochs * self.samples_per_epoch + numbers)
 
-    def _epoch(self, epoch: int) -> _Epoch:
-        """The orders of `epoch`; the two latest used are kept, as a batch may cross an epoch's edge."""
-        if epoch not in self._epochs:
-            documents = permutation(self.num_documents, self.seed, "documents", epoch)
-            begins = np.concatenate(([0], np.cumsum(self._lengths[documents])))
-            samples = permutation(self.samples_per_epoch, self.seed, "samples", epoch)
-            while len(self._epochs) > 1:
-                del self._epochs[next(iter(self._epochs))]
-            self._epochs[epoch] = _Epoch(documents, begins, samples)
-        return self._epochs[epoch]
+    def _make_epoch(self, epoch: int) -> _Epoch:
+        documents = permutation(self.num_documents, self.seed, "documents", epoch)
+        begins = np.concatenate(([0], np.cumsum(self._lengths[documents])))
+        return _Epoch(documents, begins, permutation(self.samples_per_epoch, self.seed, "samples", epoch))
 
     def _fill(self, row: np.ndarray, epoch: _Epoch, place: int) -> int:
         """Copy the stream from `place` on into `row`, document by document; returns the tokens copied."""

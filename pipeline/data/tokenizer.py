@@ -11,6 +11,8 @@ from typing import Protocol
 
 import numpy as np
 
+from pipeline.job.problems import Problem
+
 
 class Tokenizer(Protocol):
     """What the data pipeline needs of a tokenizer.
@@ -62,3 +64,11 @@ class ByteTokenizer:
                 raise ValueError(f"token id {token}: the byte tokenizer has ids 0 .. {self.end_of_document}")
             pieces += b"\n\n" if token == self.end_of_document else bytes((token,))
         return pieces.decode("utf-8", errors="replace")
+
+
+def vocabulary_problems(tokenizer: Tokenizer, vocab_size: int) -> tuple[Problem, ...]:
+    """A model must have a row for every id that the tokenizer can give."""
+    if tokenizer.vocab_size <= vocab_size:
+        return ()
+    rule = f"the tokenizer ({tokenizer.identity}) has ids 0 .. {tokenizer.vocab_size - 1}"
+    return (Problem("model: vocab_size", vocab_size, rule, f"Set it to at least {tokenizer.vocab_size}"),)
