@@ -57,7 +57,9 @@ def make_console(
     if rank != 0:
         return NullConsole()
     stream = sys.stdout if file is None else file
-    kind = LiveConsole if stream.isatty() else PlainConsole
+    # Not rich's idea of a terminal, which FORCE_COLOR in a CI's environment turns on for a pipe.
+    live = stream.isatty() and not RichConsole(file=stream).is_dumb_terminal
+    kind = LiveConsole if live else PlainConsole
     return kind(stream, total_steps=total_steps, log_interval=log_interval, resume_step=resume_step)
 
 
@@ -103,7 +105,7 @@ class PlainConsole:
         self.message(evaluation_line(metrics, self._total))
 
     def message(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        print(printable(text, self._stream), file=self._stream, flush=True)
 
     def finish(self, lines: Iterable[str] = ()) -> None:
         for line in lines:
@@ -131,7 +133,7 @@ class LiveConsole(PlainConsole):
 
     def __init__(self, stream: IO[str], *, total_steps: int, log_interval: int, resume_step: int = 0) -> None:
         super().__init__(stream, total_steps=total_steps, log_interval=log_interval, resume_step=resume_step)
-        self._rich = RichConsole(file=stream, highlight=False)
+        self._rich = RichConsole(file=stream, force_terminal=True, highlight=False)
         # No refresh thread: threads and forked data workers do not go together.
         self._progress = Progress(
             BarColumn(bar_width=20),
@@ -160,7 +162,7 @@ class LiveConsole(PlainConsole):
             self._drawn = now
 
     def message(self, text: str) -> None:
-        self._rich.print(Text(text), soft_wrap=True)
+        self._rich.print(Text(printable(text, self._stream)), soft_wrap=True)
 
     def finish(self, lines: Iterable[str] = ()) -> None:
         self._progress.stop()
@@ -200,6 +202,16 @@ def progress_text(metrics: StepMetrics, total_steps: int, remaining: float) -> s
 def evaluation_line(metrics: EvalMetrics, total_steps: int) -> str:
     width = len(str(total_steps))
     return f"step {metrics.step:>{width}}/{total_steps} | held-out loss {metrics.eval_loss:.4f}"
+
+
+def printable(text: str, stream: IO[str]) -> str:
+    """`text` with control characters, and what the stream's encoding lacks, as backslash escapes.
+
+    A sample of an untrained byte model holds all of them, the terminal's own commands included.
+    """
+    encoding = stream.encoding or "utf-8"
+    shown = (c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+    return "".join(shown).encode(encoding, "backslashreplace").decode(encoding)
 
 
 def duration(seconds: float) -> str:

@@ -32,7 +32,7 @@ class StepMetrics:
         lr: Learning rate that this step was taken with.
         tokens: Tokens consumed since step 1, each counted once (sequence, tensor and pipeline peers
             read the same ones).
-        step_time: Seconds from the end of the previous step to the end of this one.
+        step_time: Seconds for data, forward, backward and update; not for evaluation and saving.
         tokens_per_second: Of the whole job, in this step.
         tflops_per_device: 10^12 model floating-point operations per second and device.
         mfu: Share of the device's dense peak, 0 to 1; None where the peak is not known.

@@ -33,6 +33,9 @@ class StopRequest:
     Args:
         announce: Say so on standard error when the first signal arrives; for rank 0.
 
+    Forked children (data workers) inherit the handlers. There SIGTERM ends the child as usual, and the
+    other two are ignored: the parent decides when it no longer needs its workers.
+
     Raises:
         ValueError: on entry, outside the main thread: only it can install handlers.
     """
@@ -41,6 +44,7 @@ class StopRequest:
         self._announce = announce
         self._signal: signal.Signals | None = None
         self._previous: dict[signal.Signals, object] = {}
+        self._pid = os.getpid()
 
     @property
     def requested(self) -> bool:
@@ -72,6 +76,9 @@ class StopRequest:
         self._reader.close()
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            self._handle_in_child(number)
+            return
         if self._signal is not None:
             return
         self._signal = signal.Signals(number)
@@ -79,6 +86,11 @@ class StopRequest:
             # os.write, since a print in the middle of another print raises "reentrant call".
             hint = " Ctrl-C again: stop at once, without saving." if number == signal.SIGINT else ""
             os.write(2, f"\n{self._signal.name}: stopping after this step.{hint}\n".encode())
+
+    def _handle_in_child(self, number: int) -> None:
+        if number == signal.SIGTERM:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
     def _watch(self) -> None:
         first: float | None = None

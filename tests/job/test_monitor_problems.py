@@ -1,0 +1,79 @@
+"""The monitor blocks of the JSON, checked before anything starts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.job.monitors import MONITORS, monitor_problems, resolved_monitors, without_monitors
+
+
+@pytest.mark.parametrize(("key", "module"), [(k, m) for k, m in MONITORS.items() if m is not None])
+def test_a_missing_package_is_named_with_its_remedy(monkeypatch, key, module):
+    monkeypatch.setattr("pipeline.job.monitors.find_spec", lambda name: None)
+    (problem,) = monitor_problems({key: {"enabled": True}})
+    assert (problem.key, problem.value, problem.severity) == (f"{key}.enabled", True, "error")
+    assert module in problem.rule
+    assert f"pip install {module}" in problem.remedy
+
+
+def test_all_missing_packages_are_reported_together(monkeypatch):
+    monkeypatch.setattr("pipeline.job.monitors.find_spec", lambda name: None)
+    problems = monitor_problems({key: {"enabled": True} for key in MONITORS})
+    assert [p.key for p in problems] == ["tensorboard.enabled", "wandb.enabled", "comet.enabled"]
+
+
+def test_a_folder_of_an_earlier_run_is_not_the_package(tmp_path, monkeypatch):
+    """Weights & Biases leaves a folder `wandb` where the job was started."""
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    (problem,) = monitor_problems({"wandb": {"enabled": True}})
+    assert "not installed" in problem.rule
+
+
+@pytest.mark.parametrize("block", [{"enabled": False}, {}, None, "yes", {"enabled": "yes"}])
+def test_what_is_off_or_no_block_is_left_alone(monkeypatch, block):
+    monkeypatch.setattr("pipeline.job.monitors.find_spec", lambda name: None)
+    assert monitor_problems({"wandb": block, "train_batch_size": 8}) == []
+
+
+def test_an_output_path_through_a_file_is_refused(tmp_path):
+    (tmp_path / "notes").write_text("")
+    path = str(tmp_path / "notes" / "csv")
+    (problem,) = monitor_problems({"csv_monitor": {"enabled": True, "output_path": path}})
+    assert (problem.key, problem.value) == ("csv_monitor.output_path", path)
+    assert str(tmp_path / "notes") in problem.rule
+    assert monitor_problems({"csv_monitor": {"enabled": True, "output_path": str(tmp_path / "new")}}) == []
+
+
+def test_files_go_under_the_run_unless_the_json_says_where():
+    config = {
+        "tensorboard": {"enabled": True, "job_name": "a"},
+        "csv_monitor": {"enabled": True, "output_path": "elsewhere"},
+        "wandb": {"enabled": False},
+    }
+    assert resolved_monitors(config, "runs/tiny") == {
+        "tensorboard": {"enabled": True, "job_name": "a", "output_path": "runs/tiny/tensorboard"},
+        "csv_monitor": {"enabled": True, "output_path": "elsewhere"},
+    }
+    assert "output_path" not in config["tensorboard"], "the user's JSON was changed"
+
+
+def test_the_engines_get_no_monitor():
+    config = {key: {"enabled": True} for key in MONITORS} | {"gradient_clipping": 1.0}
+    assert without_monitors(config) == {"gradient_clipping": 1.0}
+
+
+def test_no_heavy_module_is_imported():
+    code = (
+        "import sys; from pipeline.job.monitors import monitor_problems;"
+        "monitor_problems({k: {'enabled': True} for k in ('tensorboard', 'wandb', 'comet', 'csv_monitor')});"
+        "print([m for m in ('torch', 'tensorboard', 'deepspeed') if m in sys.modules])"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

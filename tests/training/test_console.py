@@ -1,0 +1,190 @@
+"""What rank 0 prints: whole snapshots where the output is plain, the essentials where it is live."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import sys
+import warnings
+
+import pytest
+
+from pipeline.training.console import (
+    LiveConsole,
+    NullConsole,
+    PlainConsole,
+    duration,
+    make_console,
+    printable,
+)
+from pipeline.training.metrics import EvalMetrics, StepMetrics
+from pipeline.training.quiet import captured_stdout, quiet_deepspeed
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+def metrics(
+    step: int, mfu: float | None = None, step_time: float = 2.0, skipped: bool = False
+) -> StepMetrics:
+    return StepMetrics(
+        step=step,
+        loss=5.5 / step,
+        grad_norm=1.25,
+        lr=3e-4,
+        tokens=8192 * step,
+        step_time=step_time,
+        tokens_per_second=8192 / step_time,
+        tflops_per_device=12.34,
+        mfu=mfu,
+        data_time=0.01,
+        skipped=skipped,
+    )
+
+
+def run(console, steps: range, **fields: object) -> None:
+    console.start(["model      tiny, 1,234,567 parameters", "pipeline   2 stages"])
+    for step in steps:
+        console.step(metrics(step, **fields))
+    console.evaluation(EvalMetrics(steps[-1], 1.75))
+    console.message("checkpoint saved")
+    console.finish(["finished"])
+
+
+def test_plain_output_is_exactly_this(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as some CI services set it
+    monkeypatch.setenv("COLUMNS", "20")
+    out = io.StringIO()
+    run(make_console(0, total_steps=20, log_interval=5, file=out), range(1, 12), mfu=0.0396)
+    rest = "grad norm 1.250 | lr 3.00e-04 | 4,096 tokens/s | 12.3 TFLOP/s per device | MFU 4.0% | remaining"
+    assert out.getvalue().splitlines() == [
+        "model      tiny, 1,234,567 parameters",
+        "pipeline   2 stages",
+        f"step  1/20 | loss 5.5000 | {rest} 0:00:38",
+        f"step  5/20 | loss 1.1000 | {rest} 0:00:30",
+        f"step 10/20 | loss 0.5500 | {rest} 0:00:20",
+        "step 11/20 | held-out loss 1.7500",
+        "checkpoint saved",
+        "finished",
+    ]
+
+
+def test_no_mfu_is_said_where_the_peak_is_unknown():
+    out = io.StringIO()
+    run(make_console(0, total_steps=2, log_interval=1, file=out), range(1, 3))
+    assert "MFU" not in out.getvalue()
+
+
+def test_first_last_and_skipped_steps_are_always_logged():
+    out = io.StringIO()
+    console = make_console(0, total_steps=107, log_interval=50, resume_step=102, file=out)
+    for step in range(103, 108):
+        console.step(metrics(step, skipped=step == 105))
+    assert re.findall(r"step (\d+)/107", out.getvalue()) == ["103", "105", "107"]
+    assert out.getvalue().splitlines()[1].endswith("skipped: overflow")
+
+
+def test_remaining_time_forgets_the_slow_first_step():
+    out = io.StringIO()
+    console = make_console(0, total_steps=102, log_interval=2, file=out)
+    console.step(metrics(1, step_time=60.0))
+    console.step(metrics(2, step_time=1.0))
+    first, second = out.getvalue().splitlines()
+    assert first.endswith("remaining 1:41:00")
+    assert second.endswith("remaining 0:01:40")
+
+
+def test_other_ranks_are_silent(capsys):
+    console = make_console(1, total_steps=20, log_interval=1)
+    run(console, range(1, 12))
+    assert isinstance(console, NullConsole)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("term", "stream", "kind"),
+    [
+        ("xterm", Terminal(), LiveConsole),
+        ("dumb", Terminal(), PlainConsole),
+        ("xterm", io.StringIO(), PlainConsole),
+    ],
+)
+def test_live_only_in_a_terminal_that_can(monkeypatch, term, stream, kind):
+    monkeypatch.setenv("TERM", term)
+    assert type(make_console(0, total_steps=2, log_interval=1, file=stream)) is kind
+
+
+def test_live_output_redraws_one_line_and_keeps_the_log_lines(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr("pipeline.training.console.REDRAWS_PER_SECOND", 1e9)
+    out, stdout = Terminal(), sys.stdout
+    run(make_console(0, total_steps=12, log_interval=6, file=out), range(1, 13), mfu=0.41)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
+    for step in (2, 7, 12):  # drawn, and not logged but for the last
+        assert f"{step}/12  loss {5.5 / step:.3f}  lr 3.0e-04  4,096 tok/s  MFU 41%" in text
+    logged = [line for line in text.replace("\r", "\n").splitlines() if line.startswith("step")]
+    assert [line[:10] for line in logged] == ["step  1/12", "step  6/12", "step 12/12", "step 12/12"]
+    assert text.rstrip().endswith("finished")
+    assert sys.stdout is stdout, "the redirection by the live display was not undone"
+
+
+def test_the_cursor_stays_visible_for_the_time_after_a_kill(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    out = Terminal()
+    console = make_console(0, total_steps=12, log_interval=6, file=out)
+    console.start([])
+    console.step(metrics(1))
+    assert out.getvalue().rfind("\x1b[?25h") > out.getvalue().rfind("\x1b[?25l")
+    console.finish()
+    console.finish()  # once from the job, once from whoever cleans up
+
+
+def test_terminal_commands_in_generated_text_are_shown_not_obeyed():
+    assert printable("a\x1b[2Jb\tc\nd\x00", io.StringIO()) == "a\\x1b[2Jb\tc\nd\\x00"
+
+
+def test_text_that_the_stream_cannot_encode_is_escaped():
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    make_console(0, total_steps=1, log_interval=1, file=stream).message("naïve \udcff")
+    assert stream.buffer.getvalue() == b"na\\xefve \\udcff\n"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0:00:00"), (-1, "0:00:00"), (75.4, "0:01:15"), (86399, "23:59:59"), (183845, "2 d 03:04:05")],
+)
+def test_duration(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_captured_output_vanishes_unless_the_block_fails(capsys):
+    with captured_stdout() as held:
+        print("stage=0 layers=3")
+    assert capsys.readouterr() == ("", "")
+    assert held.getvalue() == "stage=0 layers=3\n"
+    with pytest.raises(RuntimeError), captured_stdout():
+        print("stage=1 layers=0")
+        raise RuntimeError("no layers")
+    assert capsys.readouterr() == ("", "stage=1 layers=0\n")
+
+
+@pytest.mark.parametrize(("rank", "passes"), [(0, ["warning", "error"]), (1, ["error"])])
+def test_libraries_log_warnings_on_rank_0_and_errors_elsewhere(rank, passes):
+    stream = io.StringIO()
+    logger = logging.getLogger("DeepSpeed")
+    before = logger.level, logger.propagate, logger.handlers[:]
+    logger.handlers = [logging.StreamHandler(stream)]
+    try:
+        with warnings.catch_warnings():
+            quiet_deepspeed(rank)
+            for level in ("info", "warning", "error"):
+                getattr(logger, level)(level)
+    finally:
+        logger.level, logger.propagate, logger.handlers = before
+    assert stream.getvalue().split() == passes

@@ -1,0 +1,168 @@
+"""The metrics file: strict JSON, one line per step, whatever happened between two starts."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from pipeline.training.metrics import EvalMetrics, MetricsFile, Speedometer, StepMetrics, to_json
+
+SPEEDOMETER = Speedometer(tokens_per_step=4096, flops_per_token=6e9, num_devices=8, peak_flops=312e12)
+
+
+def metrics(step: int, loss: float = 2.5, grad_norm: float = 1.0, skipped: bool = False) -> StepMetrics:
+    return SPEEDOMETER.measure(
+        step=step,
+        loss=loss,
+        grad_norm=grad_norm,
+        lr=1e-3,
+        tokens=4096 * step,
+        step_time=0.5,
+        data_time=0.01,
+        skipped=skipped,
+    )
+
+
+def write(path: Path, steps: range, resume_step: int = 0, evaluate_every: int = 2) -> MetricsFile:
+    with MetricsFile(path, resume_step) as file:
+        for step in steps:
+            file.step(metrics(step))
+            if step % evaluate_every == 0:
+                file.evaluation(EvalMetrics(step, 2.0))
+    return file
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_rates_are_worked_out_from_the_step_time():
+    result = metrics(3)
+    assert result.tokens_per_second == 8192  # 4096 tokens in half a second
+    assert result.tflops_per_device == 8192 * 6e9 / 8 / 1e12 == 6.144
+    assert result.mfu == pytest.approx(6.144 / 312)
+
+
+def test_mfu_is_null_without_a_known_peak():
+    unknown = Speedometer(tokens_per_step=4096, flops_per_token=6e9, num_devices=8)
+    result = unknown.measure(
+        step=1, loss=1.0, grad_norm=1.0, lr=1.0, tokens=4096, step_time=1.0, data_time=0.0, skipped=False
+    )
+    assert result.mfu is None
+    assert json.loads(to_json(result))["mfu"] is None
+
+
+def test_a_step_object_has_every_documented_field(tmp_path):
+    write(tmp_path / "run" / "metrics.jsonl", range(1, 2))
+    (record,) = read(tmp_path / "run" / "metrics.jsonl")
+    assert list(record) == [field.name for field in fields(StepMetrics)]
+    assert StepMetrics(**record) == metrics(1)
+
+
+def test_each_line_can_be_read_before_the_file_is_closed(tmp_path):
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.step(metrics(1))
+    file.evaluation(EvalMetrics(1, 2.0))
+    assert read(file.path)[1] == {"step": 1, "eval_loss": 2.0}
+    file.close()
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_nonfinite_values_are_null_and_named(value):
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    record = json.loads(to_json(metrics(1, grad_norm=value, skipped=True)), parse_constant=refuse)
+    assert record["grad_norm"] is None
+    assert record["nonfinite"] == {"grad_norm": str(value)}
+    assert record["loss"] == 2.5
+
+
+def test_resume_drops_later_steps_and_continues_to_the_uninterrupted_file(tmp_path):
+    write(tmp_path / "whole", range(1, 11))
+    write(tmp_path / "resumed", range(1, 8))
+    file = write(tmp_path / "resumed", range(5, 11), resume_step=4)
+    assert file.missing_steps == 0
+    assert (tmp_path / "resumed").read_bytes() == (tmp_path / "whole").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["resumed", "whole"]
+
+
+@pytest.mark.parametrize("kept_bytes", [1, 40, -2, -1])
+def test_a_torn_last_line_is_completed_or_taken_again(tmp_path, kept_bytes):
+    """A crash in step 5's line, wherever it tears; -1 lacks the line end alone."""
+    write(tmp_path / "whole", range(1, 8), evaluate_every=100)
+    lines = (tmp_path / "whole").read_bytes().splitlines(keepends=True)
+    torn = tmp_path / "torn"
+    torn.write_bytes(b"".join(lines[:4]) + lines[4][:kept_bytes])
+    write(torn, range(5, 8), resume_step=4, evaluate_every=100)
+    assert torn.read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_a_line_that_lacks_only_its_end_still_counts(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, range(1, 4), evaluate_every=100)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert write(path, range(4, 5), resume_step=3, evaluate_every=100).missing_steps == 0
+    assert [record["step"] for record in read(path)] == [1, 2, 3, 4]
+
+
+def test_zeros_that_a_host_crash_leaves_at_the_end_are_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, range(1, 4), evaluate_every=100)
+    path.write_bytes(path.read_bytes() + bytes(512))
+    write(path, range(4, 5), resume_step=3, evaluate_every=100)
+    assert [record["step"] for record in read(path)] == [1, 2, 3, 4]
+
+
+def test_lost_lines_are_counted(tmp_path):
+    write(tmp_path / "metrics.jsonl", range(1, 4))
+    assert write(tmp_path / "metrics.jsonl", range(7, 8), resume_step=6).missing_steps == 3
+    assert write(tmp_path / "deleted.jsonl", range(7, 8), resume_step=6).missing_steps == 6
+
+
+def test_a_damaged_line_inside_is_an_error_that_names_it_and_keeps_the_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, range(1, 4), evaluate_every=100)
+    lines = path.read_bytes().splitlines(keepends=True)
+    damaged = lines[0] + lines[1][:30] + b"\n" + lines[2]
+    path.write_bytes(damaged)
+    with pytest.raises(ValueError, match="metrics.jsonl, line 2: not a metrics object"):
+        MetricsFile(path, resume_step=3)
+    assert path.read_bytes() == damaged
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("line", [b"[1, 2]\n", b'{"loss": 1.0}\n', b'{"step": "1"}\n', b"\xff\xfe\n", b"\n"])
+def test_foreign_lines_are_refused(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_bytes(line)
+    with pytest.raises(ValueError, match="line 1"):
+        MetricsFile(tmp_path / "metrics.jsonl", resume_step=3)
+
+
+def test_a_step_cannot_be_written_twice(tmp_path):
+    write(tmp_path / "metrics.jsonl", range(1, 5))
+    with MetricsFile(tmp_path / "metrics.jsonl", resume_step=4) as file:
+        with pytest.raises(ValueError, match="step metrics of step 4 after those of 4"):
+            file.step(metrics(4))
+        with pytest.raises(ValueError, match="eval metrics of step 4"):
+            file.evaluation(EvalMetrics(4, 2.0))
+        file.step(metrics(5))
+
+
+def test_a_crash_while_repairing_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    write(path, range(1, 8))
+    before = path.read_bytes()
+
+    def crash(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("os.replace", crash)
+    with pytest.raises(OSError, match="no space"):
+        MetricsFile(path, resume_step=4)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
