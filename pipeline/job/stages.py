@@ -97,7 +97,7 @@ def _weightless(
         Problem(
             key,
             value,
-            f"chunk {chunk} would hold no weights, only {', '.join(layer.name for layer in layers[start:end])}",
+            f"chunk {chunk} has no weights, only {', '.join(layer.name for layer in layers[start:end])}",
             "Move a neighbouring layer into it",
         )
         for chunk, (start, end) in enumerate(pairwise(boundaries))
