@@ -1,0 +1,101 @@
+"""The exact start of the deepspeed launcher for a world: everything it would guess is said."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.cluster.launcher_options import LauncherOptions
+from pipeline.cluster.rank_environment import LOOPBACK, free_port
+from pipeline.cluster.world import World, available_cores
+
+SCRIPT = Path(__file__).resolve().parents[1] / "pretrain.py"
+DEEPSPEED = (sys.executable, "-m", "deepspeed.launcher.runner")
+# DeepSpeed's own default, free or not: this machine cannot know which ports are free on another.
+REMOTE_MASTER_PORT = 29500
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One start of the deepspeed launcher.
+
+    Attributes:
+        command: Its argument list; no shell reads it.
+        environment: Its environment, which local ranks inherit.
+        master_port: Port of the rendezvous.
+    """
+
+    command: tuple[str, ...]
+    environment: dict[str, str]
+    master_port: int
+
+
+def plan_launch(
+    options: LauncherOptions,
+    world: World,
+    job_arguments: Sequence[str],
+    environment: Mapping[str, str],
+    script: str | Path = SCRIPT,
+    deepspeed: Sequence[str] = DEEPSPEED,
+) -> Launch:
+    """The exact start of `script` on every rank of `world`."""
+    port = options.master_port or (free_port() if world.is_local else REMOTE_MASTER_PORT)
+    # The launcher's log of its own doings hides the job's; its errors still show.
+    arguments = ["--quiet", *_where(options, world), *_rendezvous(options, world, port)]
+    arguments += _passed_on(options)
+    command = (*deepspeed, *arguments, str(script), *job_arguments)
+    return Launch(command, _environment(world, environment), port)
+
+
+def _where(options: LauncherOptions, world: World) -> list[str]:
+    """The hosts and slots, said so that the launcher cannot understand anything else."""
+    if world.hostfile is not None:
+        arguments = ["--hostfile", world.hostfile]
+        for name in ("include", "exclude", "num_nodes", "num_gpus"):
+            value = getattr(options, name)
+            if value not in (None, ""):
+                arguments += [f"--{name}", str(value)]
+        if len(world.hosts) == 1 and not world.is_local:
+            # With one host left the launcher would start the job here instead of there.
+            arguments.append("--force_multi")
+        return arguments
+    host = world.hosts[0]
+    if world.device == "cpu":
+        # It counts a CPU as one slot, and takes a larger number without a word.
+        return ["--num_gpus", str(host.slots)]
+    return ["--include", f"{host.name}:{','.join(str(device) for device in host.devices)}"]
+
+
+def _rendezvous(options: LauncherOptions, world: World, port: int) -> list[str]:
+    arguments = ["--master_port", str(port)]
+    address = options.master_addr or (LOOPBACK if world.is_local else None)
+    if address is not None:
+        arguments += ["--master_addr", address]
+    # A hostfile makes the launcher go through ssh, even to this machine.
+    if options.no_ssh_check or (world.is_local and world.hostfile is not None):
+        arguments.append("--no_ssh_check")
+    return arguments
+
+
+def _passed_on(options: LauncherOptions) -> list[str]:
+    arguments = ["--no_ssh"] if options.no_ssh else []
+    for name in ("node_rank", "launcher", "ssh_port"):
+        value = getattr(options, name)
+        if value is not None:
+            arguments += [f"--{name}", str(value)]
+    if options.launcher_args is not None:
+        arguments.append(f"--launcher_args={options.launcher_args}")  # it begins with a dash
+    return arguments
+
+
+def _environment(world: World, environment: Mapping[str, str]) -> dict[str, str]:
+    result = dict(environment)
+    if world.device == "cpu" and world.is_local:
+        # The launcher sets CUDA_VISIBLE_DEVICES for every rank. Without this, an empty one, which hid the
+        # GPUs from the check, would not hide them from the ranks.
+        result["DS_ACCELERATOR"] = "cpu"
+        # torch takes all cores in each rank otherwise, and the ranks wait for each other.
+        result.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // world.size)))
+    return result

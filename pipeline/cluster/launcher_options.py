@@ -1,0 +1,102 @@
+"""Which of a command line's options are the launcher's, and which are the job's."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline.job.problems import JobError, Problem
+
+LAUNCHERS = ("pdsh", "openmpi", "mpich", "impi", "mvapich", "slurm")
+
+
+@dataclass(frozen=True)
+class LauncherOptions:
+    """The options of the ``deepspeed`` launcher that this project passes on. None: not given."""
+
+    hostfile: str | None = None
+    include: str = ""
+    exclude: str = ""
+    num_nodes: int | None = None
+    num_gpus: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    launcher: str | None = None
+    launcher_args: str | None = None
+    ssh_port: int | None = None
+    no_ssh_check: bool = False
+    no_ssh: bool = False
+    node_rank: int | None = None
+    stop_timeout: float = 300.0
+
+
+def launcher_parser() -> argparse.ArgumentParser:
+    """The launcher's half of the command line, with DeepSpeed's spelling."""
+    parser = argparse.ArgumentParser(
+        prog="./launch.sh",
+        usage="%(prog)s [launcher options] [job options]",
+        add_help=False,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        description="Checks a training job, starts it with the deepspeed launcher, and tells how it ended.",
+    )
+    add = parser.add_argument_group("launcher options").add_argument
+    add("-H", "--hostfile", metavar="FILE", help="hosts and slots (default: this machine)")
+    add("-i", "--include", metavar="HOST[:SLOT,..]@..", help="use only these")
+    add("-e", "--exclude", metavar="HOST[:SLOT,..]@..", help="leave these out")
+    add("--num_nodes", type=int, metavar="N", help="use the first N hosts")
+    add(
+        "--num_gpus",
+        "--num_accelerators",
+        type=int,
+        metavar="N",
+        help="use the first N GPUs of each host; without GPUs, start N ranks (default: 2)",
+    )
+    add("--master_addr", metavar="HOST", help="address of the first host, as the others reach it")
+    add("--master_port", type=int, metavar="PORT", help="port of the rendezvous (default: a free one)")
+    add("--launcher", choices=LAUNCHERS, help="how other hosts are reached (default: pdsh)")
+    add("--launcher_args", metavar="ARGS", help="arguments for that launcher, quoted as one")
+    add("--ssh_port", type=int, metavar="PORT", help="port of the ssh servers")
+    add("--no_ssh_check", action="store_true", help="do not try ssh to the first host before the start")
+    add("--no_ssh", action="store_true", help="start this host's ranks only; run the command on each host")
+    add("--node_rank", type=int, metavar="N", help="with --no_ssh: this host's place in the hostfile")
+    add(
+        "--stop_timeout",
+        type=float,
+        metavar="SECONDS",
+        help="how long ranks may take to save after a first Ctrl-C or SIGTERM (default: 300)",
+    )
+    return parser
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[LauncherOptions, list[str]]:
+    """The launcher's options, and everything else in its order: the job refuses what it does not know.
+
+    Raises:
+        SystemExit: code 2 after a message, for a value of the wrong type.
+        JobError: numbers out of range, or options that need each other; all of them.
+    """
+    parsed, rest = launcher_parser().parse_known_args(list(arguments))
+    options = LauncherOptions(**vars(parsed))
+    if problems := _problems(options):
+        raise JobError(problems)
+    return options, rest
+
+
+def _problems(options: LauncherOptions) -> list[Problem]:
+    problems = []
+    for key in ("master_port", "ssh_port"):
+        port = getattr(options, key)
+        if port is not None and not 1 <= port <= 65535:
+            problems.append(Problem(key, port, "a port is from 1 to 65535", "Give another port"))
+    if options.stop_timeout <= 0:
+        rule = "must be above 0 seconds"
+        problems.append(Problem("stop_timeout", options.stop_timeout, rule, "Give a number of seconds"))
+    if options.no_ssh and (options.node_rank is None or options.master_addr is None):
+        rule = "each host must know its place and the first host's address"
+        problems.append(Problem("no_ssh", True, rule, "Add --node_rank N and --master_addr HOST"))
+    if options.node_rank is not None and not options.no_ssh:
+        rule = "has a meaning with --no_ssh only"
+        problems.append(Problem("node_rank", options.node_rank, rule, "Add --no_ssh, or leave it out"))
+    return problems

@@ -1,0 +1,87 @@
+"""The job's own word about how it ended: ``<output_dir>/outcome.json``.
+
+The launcher's exit code does not tell: when a process of its own is killed by a signal, it returns 0.
+Rank 0 therefore writes how the run ended, and the launch believes nothing else.
+
+A file of an earlier start is removed before ranks start. What is found afterwards must carry the port of
+this start's rendezvous, which no other job on the host can hold at the same time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from pipeline.job.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_WRONG_JOB
+
+OUTCOME_FILE = "outcome.json"
+Status = Literal["finished", "stopped", "failed", "wrong_job"]
+
+_EXIT_CODES: dict[str, int] = {
+    "finished": EXIT_FINISHED,
+    "failed": EXIT_FAILED,
+    "wrong_job": EXIT_WRONG_JOB,
+    "stopped": EXIT_STOPPED,
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        status: ``finished``: all steps are done and saved. ``stopped``: by a signal or a time limit, with a
+            checkpoint saved. ``wrong_job``: refused before the first step. ``failed``: anything else.
+        step: Optimizer steps done, those of resumed runs included.
+        master_port: Port of the rendezvous of the start that wrote it.
+        rank: Who wrote it: 0, or the first rank that failed.
+        message: Why, in one line; empty when finished.
+    """
+
+    status: Status
+    step: int
+    master_port: int
+    rank: int = 0
+    message: str = ""
+
+    @property
+    def exit_code(self) -> int:
+        return _EXIT_CODES[self.status]
+
+
+def write_outcome(output_dir: str | Path, outcome: Outcome) -> None:
+    """Say how the run ended; atomic, so that a reader sees all of it or nothing.
+
+    Rank 0 calls it when every rank has finished, stopped or refused; a rank that fails calls it for itself.
+    The first failure of a start stays, because those that follow are its consequences.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    path = Path(output_dir) / OUTCOME_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    earlier = read_outcome(output_dir, outcome.master_port)
+    if earlier is not None and earlier.status == "failed":
+        return
+    draft = path.with_name(f"{OUTCOME_FILE}.{os.getpid()}")
+    draft.write_text(json.dumps(asdict(outcome)) + "\n", encoding="utf-8")
+    draft.replace(path)
+
+
+def clear_outcome(output_dir: str | Path) -> None:
+    """Forget what an earlier start said."""
+    (Path(output_dir) / OUTCOME_FILE).unlink(missing_ok=True)
+
+
+def read_outcome(output_dir: str | Path, master_port: int) -> Outcome | None:
+    """What the start with this rendezvous port said; None if it said nothing that can be understood."""
+    try:
+        outcome = Outcome(**json.loads((Path(output_dir) / OUTCOME_FILE).read_text(encoding="utf-8")))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+    if outcome.status not in get_args(Status) or outcome.master_port != master_port:
+        return None
+    return outcome
