@@ -92,6 +92,7 @@ class Job:
         gradient_clipping: Largest gradient norm; 0 = off.
         eval_interval, save_interval: Steps; 0 = only after the last step.
         deepspeed: Exactly what `deepspeed.initialize(config=...)` receives.
+        monitors: Enabled monitors with their settings. The job feeds them itself, DeepSpeed does not.
         json: The user's DeepSpeed JSON as read, before anything was resolved.
         resolved: Values that were left open, in the order they were decided.
         problems: Warnings only.
@@ -115,6 +116,7 @@ class Job:
     optimizer: OptimizerConfig
     output_dir: str
     deepspeed: dict[str, Any]
+    monitors: dict[str, dict[str, object]]
     json: dict[str, Any]
     resolved: tuple[Resolved, ...] = ()
     problems: tuple[Problem, ...] = ()

@@ -78,7 +78,10 @@ class Options:
 
 # These describe one call, not the run: they are not saved.
 _OF_ONE_CALL = frozenset(
-    "print_config config deepspeed local_rank hostfile include exclude num_nodes num_gpus world_size".split()
+    {
+        *("print_config", "config", "deepspeed", "local_rank"),
+        *("hostfile", "include", "exclude", "num_nodes", "num_gpus", "world_size"),
+    }
 )
 
 

@@ -2,13 +2,263 @@
 
 from __future__ import annotations
 
-from pipeline.cluster.world import World
-from pipeline.job.job import Batch, Job, OptimizerConfig, Precision, Resolved
-from pipeline.job.options import Options
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
 
-__all__ = ["Batch", "Job", "OptimizerConfig", "Precision", "Resolved", "resolve"]
+from pipeline.cluster.world import World
+from pipeline.job.batch import MICRO, STEPS, TRAIN, BatchRequest, resolve_batch
+from pipeline.job.deepspeed_dict import deepspeed_dict
+from pipeline.job.facts import Facts, known
+from pipeline.job.job import Batch, Job, OptimizerConfig, Precision, Resolved
+from pipeline.job.json_reader import read_json
+from pipeline.job.learning import resolve_learning
+from pipeline.job.model_config import ModelConfig
+from pipeline.job.model_files import load_model
+from pipeline.job.monitors import monitor_problems, resolved_monitors
+from pipeline.job.option_ranges import option_problems
+from pipeline.job.options import Options
+from pipeline.job.parameters import layer_parameters
+from pipeline.job.problems import JobError, Problem
+from pipeline.job.rules import check_rules
+from pipeline.job.run_file import folder_problems, identity
+from pipeline.job.settings import Settings, Undecided
+from pipeline.job.stages import partition
+from pipeline.job.validate import AUTO
+from pipeline.parallel.mesh import Mesh
+from pipeline.training.schedules import LearningRate
+
+__all__ = ["Batch", "Draft", "Job", "OptimizerConfig", "Precision", "Resolved", "examine", "resolve"]
+
+T = TypeVar("T")
+PROJECT = Path(__file__).resolve().parents[2]
+
+
+@dataclass
+class Draft:
+    """A job as far as it could be understood. Parts that could not are None, and `problems` says why.
+
+    Attributes:
+        job: The whole, if there is no error.
+    """
+
+    options: Options
+    world: World | None
+    problems: list[Problem] = field(default_factory=list)
+    resolved: list[Resolved] = field(default_factory=list)
+    model: ModelConfig | None = None
+    mesh: Mesh | None = None
+    batch: Batch | None = None
+    precision: Precision | None = None
+    stages: tuple[int, ...] | None = None
+    train_steps: int | None = None
+    schedule: LearningRate | None = None
+    optimizer: OptimizerConfig | None = None
+    job: Job | None = None
+
+    @property
+    def errors(self) -> list[Problem]:
+        return [problem for problem in self.problems if problem.severity == "error"]
+
+    def attempt(self, find: Callable[..., T], *args: Any) -> T | None:
+        """The result of find(*args), or None after collecting its problems."""
+        try:
+            return find(*args)
+        except JobError as error:
+            self.problems += error.problems
+        except Undecided:
+            pass
+        return None
+
+    def note(self, key: str, value: T, reason: str) -> T:
+        """Record a value that was left open."""
+        self.resolved.append(Resolved(key, value, reason))
+        return value
 
 
 def resolve(options: Options, world: World) -> Job:
-    """Raises JobError with all problems."""
-    raise NotImplementedError
+    """The job.
+
+    Raises:
+        JobError: with every problem of options, JSON, model, world and the rules between them.
+    """
+    draft = examine(options, world)
+    if draft.job is None:
+        raise JobError(draft.problems)
+    return draft.job
+
+
+def examine(options: Options, world: World | None, problems: Iterable[Problem] = ()) -> Draft:
+    """Everything that can be said of a job, right or wrong.
+
+    Args:
+        world: None if it could not be found; `problems` then says why.
+    """
+    draft = Draft(options, world, list(problems))
+    config = Settings(read_json(config_path(options.deepspeed_config)))
+    draft.problems += [*option_problems(options), *config.problems]
+    draft.problems += monitor_problems(config.values)
+    draft.model = draft.attempt(_model, options, world)
+    facts = Facts(options, config, world, draft.model)
+    draft.problems += check_rules(facts)
+    draft.mesh = draft.attempt(_mesh, facts)
+    draft.precision = draft.attempt(_precision, facts, draft)
+    draft.stages = draft.attempt(_stages, facts)
+    draft.batch = draft.attempt(_batch, facts, draft)
+    draft.attempt(_check_micro_batches, facts, draft)
+    draft.train_steps = draft.attempt(_train_steps, facts, draft)
+    draft.attempt(_learning, facts, draft)
+    draft.attempt(_check_folder, facts, draft)
+    if not draft.errors:
+        draft.job = _assemble(facts, draft)
+    return draft
+
+
+def config_path(given: str) -> Path:
+    """Where the JSON is: a relative path counts from the current folder, else from the project's."""
+    path = Path(given)
+    return path if path.is_absolute() or path.exists() or not (PROJECT / path).exists() else PROJECT / path
+
+
+def output_folder(options: Options, model: ModelConfig) -> str:
+    """The run's folder: as given, or runs/<name of the model>."""
+    if options.output_dir is not None:
+        return options.output_dir
+    path = Path(model.name)
+    return str(Path("runs") / (path.parent.name if path.name == "config.json" else path.stem))
+
+
+def _model(options: Options, world: World | None) -> ModelConfig:
+    if options.model == "auto" and world is None:
+        raise Undecided
+    model = load_model(options.model, world.device if world else "cpu")
+    if options.dropout is None or not 0 <= options.dropout < 1:
+        return model
+    return replace(model, dropout=options.dropout, attention_dropout=options.dropout)
+
+
+def _mesh(facts: Facts) -> Mesh:
+    return Mesh(facts.stages, facts.data, facts.sequence, facts.tensor)
+
+
+def _precision(facts: Facts, draft: Draft) -> Precision:
+    device = facts.world.device_name or facts.world.device
+    if facts.config.get("bf16.enabled") == AUTO:
+        reason = f"{device} {'computes' if facts.bf16 else 'does not compute'} bf16 natively"
+        draft.note("bf16.enabled", facts.bf16, reason)
+    else:
+        reason = f"the JSON turns {facts.compute} on" if facts.compute != "fp32" else "no bf16, no fp16"
+    return Precision(facts.compute, facts.accumulation, reason)
+
+
+def _stages(facts: Facts) -> tuple[int, ...]:
+    method = facts.config.get("pipeline.partition", "parameters")
+    layers = layer_parameters(facts.model)
+    where = facts.config.where
+    return partition(
+        layers, facts.chunks, method, key=where("pipeline.partition"), chunks_key=where("pipeline.stages")
+    )
+
+
+def _batch(facts: Facts, draft: Draft) -> Batch:
+    given = {key: facts.config.get(key) for key in (TRAIN, MICRO, STEPS)}
+    numbers = {key: None if value == AUTO else value for key, value in given.items()}
+    request = BatchRequest(
+        train=numbers[TRAIN],
+        micro=numbers[MICRO],
+        steps=numbers[STEPS],
+        train_auto=given[TRAIN] == AUTO,
+        data=facts.data,
+        usual=facts.defaults.train_batch_size if facts.defaults else None,
+        tokens=-(-facts.sequence_length // facts.sequence),
+        sequence_length=facts.sequence_length,
+        hidden_size=facts.model.hidden_size,
+        least_steps=_useful_steps(facts),
+    )
+    batch, notes = resolve_batch(request, facts.config.where)
+    draft.resolved += notes
+    return batch
+
+
+def _useful_steps(facts: Facts) -> int:
+    """Micro-batches below which stages stand idle by design: p for 1F1B, 2 p for DualPipeV."""
+    return 1 if facts.stages == 1 else facts.chunks
+
+
+def _check_micro_batches(facts: Facts, draft: Draft) -> None:
+    steps, least = known(draft.batch).accumulation_steps, _useful_steps(facts)
+    if steps >= least:
+        return
+    dual = facts.schedule == "dualpipev"
+    rule = f"DualPipeV needs 2 * {facts.stages} stages = {least}"
+    if not dual:
+        rule = f"fewer micro-batches than the {least} stages leave stages idle"
+    problem = facts.config.problem(STEPS, rule, f"Use at least {least}", steps, warn=not dual)
+    draft.problems.append(problem)
+
+
+def _train_steps(facts: Facts, draft: Draft) -> int:
+    options = facts.options
+    if options.train_steps is not None:
+        return known(options.train_steps if options.train_steps > 0 else None)
+    if options.train_tokens is not None:
+        per_step = known(draft.batch).tokens_per_step
+        steps = known(-(-options.train_tokens // per_step) if options.train_tokens > 0 else None)
+        return draft.note("train_steps", steps, f"{options.train_tokens} tokens / {per_step} per step")
+    if facts.defaults is None:
+        rule = "a model read from a file has no usual length of training"
+        raise JobError([Problem("train_steps", None, rule, "Give --train_steps or --train_tokens")])
+    return draft.note("train_steps", facts.defaults.train_steps, "usual for this model")
+
+
+def _learning(facts: Facts, draft: Draft) -> None:
+    """Schedule and optimizer, which depend on each other's rate."""
+    learning = resolve_learning(facts, draft.train_steps, draft.batch)
+    draft.problems += learning.problems
+    draft.resolved += learning.resolved
+    draft.schedule, draft.optimizer = learning.schedule, learning.optimizer
+
+
+def _check_folder(facts: Facts, draft: Draft) -> None:
+    folder = Path(output_folder(facts.options, facts.model))
+    draft.problems += folder_problems(folder, identity(facts.options, facts.model, facts.sequence_length))
+
+
+def _assemble(facts: Facts, draft: Draft) -> Job:
+    options, config = facts.options, facts.config
+    model, batch = known(draft.model), known(draft.batch)
+    precision, steps = known(draft.precision), known(draft.train_steps)
+    output_dir = output_folder(options, model)
+    if options.output_dir is None:
+        draft.note("output_dir", output_dir, "the model's name")
+    clipping = config.get("gradient_clipping")
+    if clipping is None:
+        clipping = draft.note("gradient_clipping", 1.0, "default; 0 turns it off")
+    eval_interval = options.eval_interval
+    if eval_interval is None:
+        eval_interval = draft.note("eval_interval", max(1, steps // 10), "a tenth of the run")
+    return Job(
+        options=options,
+        world=facts.world,
+        model=model,
+        mesh=known(draft.mesh),
+        batch=batch,
+        precision=precision,
+        zero_stage=facts.zero_stage,
+        pipeline_schedule=facts.schedule,  # type: ignore[arg-type]
+        stages=known(draft.stages),
+        activation_checkpointing=config.get("activation_checkpointing.mode", "none"),
+        train_steps=steps,
+        eval_interval=eval_interval,
+        save_interval=options.save_interval or 0,
+        schedule=known(draft.schedule),
+        gradient_clipping=float(clipping),
+        optimizer=known(draft.optimizer),
+        output_dir=output_dir,
+        deepspeed=deepspeed_dict(config, batch, precision, float(clipping), options.log_interval),
+        monitors=resolved_monitors(config.values, output_dir),
+        json=config.written,
+        resolved=tuple(draft.resolved),
+        problems=tuple(draft.problems),
+    )

@@ -10,4 +10,4 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A remedy for an unknown name: the likely spelling, or the whole choice."""
     choice = sorted(known)
     near = get_close_matches(name.lower(), choice, n=1, cutoff=0.6)
-    return f"Did you mean {near[0]!r}?" if near else f"Choose from {', '.join(choice)}"
+    return f"The nearest name is {near[0]}" if near else f"Choose from {', '.join(choice)}"

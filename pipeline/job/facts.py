@@ -1,0 +1,121 @@
+"""What is known of a job while its rules are checked. An unknown raises `Undecided` where it is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+from pipeline.cluster.world import World
+from pipeline.job.job import Dtype
+from pipeline.job.model_config import ModelConfig
+from pipeline.job.model_presets import TrainingDefaults, training_defaults
+from pipeline.job.options import Options
+from pipeline.job.settings import Settings, Undecided
+from pipeline.job.validate import AUTO
+
+T = TypeVar("T")
+
+
+def known(value: T | None) -> T:
+    """The value.
+
+    Raises:
+        Undecided: there is none.
+    """
+    if value is None:
+        raise Undecided
+    return value
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Inputs of the rules. None in an underscored field: finding it gave problems already."""
+
+    options: Options
+    config: Settings
+    _world: World | None
+    _model: ModelConfig | None
+
+    @property
+    def world(self) -> World:
+        return known(self._world)
+
+    @property
+    def model(self) -> ModelConfig:
+        return known(self._model)
+
+    @property
+    def defaults(self) -> TrainingDefaults | None:
+        """The model's usual settings; None for a model that was read from a file."""
+        return training_defaults(self.model)
+
+    @property
+    def stages(self) -> int:
+        return self.config.get("pipeline.stages", 1)
+
+    @property
+    def tensor(self) -> int:
+        return self.config.get("tensor_parallel.autotp_size", 1)
+
+    @property
+    def sequence(self) -> int:
+        return self.config.get("sequence_parallel_size", 1)
+
+    @property
+    def model_parallel(self) -> int:
+        """Ranks of one data-parallel replica."""
+        return self.stages * self.sequence * self.tensor
+
+    @property
+    def data(self) -> int:
+        """Data parallel size: what is left of the world."""
+        size, rest = divmod(self.world.size, self.model_parallel)
+        return known(size if rest == 0 and size > 0 else None)
+
+    @property
+    def schedule(self) -> str:
+        return self.config.get("pipeline.schedule", "1f1b")
+
+    @property
+    def chunks(self) -> int:
+        """Runs of layers: two per stage in DualPipeV."""
+        return self.stages * (2 if self.schedule == "dualpipev" else 1)
+
+    @property
+    def zero_stage(self) -> int:
+        return self.config.get("zero_optimization.stage", 0)
+
+    @property
+    def sequence_length(self) -> int:
+        if self.options.seq_length is None:
+            defaults = self.defaults
+            return defaults.sequence_length if defaults else self.model.max_position_embeddings
+        return known(self.options.seq_length if self.options.seq_length > 0 else None)
+
+    @property
+    def bf16(self) -> bool:
+        enabled = self.config.get("bf16.enabled", False)
+        return self.world.bf16_native if enabled == AUTO else enabled
+
+    @property
+    def fp16(self) -> bool:
+        return self.config.get("fp16.enabled", False)
+
+    @property
+    def compute(self) -> Dtype:
+        if self.fp16:
+            return "fp16"
+        return "bf16" if self.bf16 else "fp32"
+
+    @property
+    def accumulation(self) -> Dtype:
+        """Format of the gradient sum: fp32, but fp16's own for fp16, as DeepSpeed's."""
+        return self.config.get("data_types.grad_accum_dtype", "fp16" if self.fp16 else "fp32")
+
+    @property
+    def optimizer(self) -> str:
+        return self.config.get("optimizer.type", "AdamW")
+
+    def offload_device(self, block: str) -> str:
+        """Where ``offload_optimizer`` or ``offload_param`` goes: none, cpu or nvme."""
+        return self.config.get(f"zero_optimization.{block}.device", "none")

@@ -1,0 +1,85 @@
+"""run.json: what a run is, so that a folder is never continued by another run's description."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pipeline.job.job import Job
+from pipeline.job.model_config import ModelConfig
+from pipeline.job.options import RUN_FILE, Options
+from pipeline.job.problems import Problem
+from pipeline.training.atomic_file import replaced_atomically
+
+
+def identity(options: Options, model: ModelConfig, sequence_length: int) -> dict[str, Any]:
+    """What makes two runs the same one: model, data, sequence length and seed, flat.
+
+    Layout, batch, precision, optimizer, schedule and length may change from one start to the next.
+    """
+    sizes = {f"model.{key}": value for key, value in asdict(model).items() if key != "name"}
+    return {
+        **sizes,
+        "data": list(options.data),
+        "eval_fraction": options.eval_fraction,
+        "seq_length": sequence_length,
+        "seed": options.seed,
+    }
+
+
+def folder_problems(folder: Path, wanted: dict[str, Any]) -> list[Problem]:
+    """Why this folder cannot take a run of that identity: a file in its place, or another run."""
+    if folder.exists() and not folder.is_dir():
+        return [Problem("output_dir", str(folder), "is a file", "Name a folder")]
+    path = folder / RUN_FILE
+    if not path.exists():
+        return []
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))["identity"]
+        differing = _differences(saved, wanted)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        rule = f"holds a {RUN_FILE} that cannot be read ({type(error).__name__}: {error})"
+        return [Problem("output_dir", str(folder), rule, "Use another folder, or remove that file")]
+    if not differing:
+        return []
+    rule = f"holds another run: {'; '.join(differing)}"
+    return [Problem("output_dir", str(folder), rule, "Use another --output_dir, or that run's settings")]
+
+
+def _differences(saved: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    names = sorted(saved.keys() | wanted.keys())
+    return [
+        f"{name} {saved.get(name)!r} there, {wanted.get(name)!r} here"
+        for name in names
+        if saved.get(name) != wanted.get(name)
+    ]
+
+
+def run_json(job: Job) -> dict[str, Any]:
+    """The content of run.json."""
+    return {
+        "options": job.options.to_json(),
+        "identity": identity(job.options, job.model, job.batch.sequence_length),
+        "deepspeed_json": job.json,
+        "deepspeed": job.deepspeed,
+        "resolved": {note.key: note.value for note in job.resolved},
+        "model": asdict(job.model),
+        "layout": {**asdict(job.mesh), "zero_stage": job.zero_stage, "stages": list(job.stages)},
+        "batch": asdict(job.batch),
+        "precision": asdict(job.precision),
+        "optimizer": asdict(job.optimizer),
+        "scheduler": job.schedule.to_json(),
+        "train_steps": job.train_steps,
+    }
+
+
+def write_run_file(job: Job) -> Path:
+    """Write run.json into the job's output folder, which is made if needed. For one rank only."""
+    folder = Path(job.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / RUN_FILE
+    with replaced_atomically(path) as file:
+        file.write((json.dumps(run_json(job), indent=2) + "\n").encode())
+    return path
