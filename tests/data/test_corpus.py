@@ -1,0 +1,111 @@
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from pipeline.data.corpus import data_problems, find_corpus
+from pipeline.job.problems import JobError
+
+
+def write(folder: Path, **files: str) -> Path:
+    """Make files; in their names a double underscore stands for a slash, a single one for a dot."""
+    for name, text in files.items():
+        path = folder / name.replace("__", "/").replace("_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return folder
+
+
+def listed(folder: Path, *paths: str) -> list[str]:
+    return [os.path.relpath(file.path, folder) for file in find_corpus(paths or (str(folder),)).files]
+
+
+def test_folders_are_searched_recursively_in_a_fixed_order(tmp_path: Path) -> None:
+    write(tmp_path, b_txt="b", a__z_md="z", a__a_PY="a", c_json="{}", a__deep__x_rst="x")
+    write(tmp_path / ".git", config_txt="hidden")
+    (tmp_path / ".hidden.txt").write_text("hidden")
+    assert listed(tmp_path) == ["b.txt", "a/a.PY", "a/z.md", "a/deep/x.rst"]
+    assert find_corpus([str(tmp_path)]).num_other == 1
+
+
+def test_order_follows_the_arguments(tmp_path: Path) -> None:
+    write(tmp_path, one__b_txt="b", one__a_txt="a", two_txt="2", plain="no suffix")
+    paths = [str(tmp_path / name) for name in ("two.txt", "one", "plain")]
+    assert listed(tmp_path, *paths) == ["two.txt", "one/a.txt", "one/b.txt", "plain"]
+
+
+def test_a_file_counts_once_and_empty_ones_are_named(tmp_path: Path) -> None:
+    write(tmp_path, a_txt="a", b_txt="")
+    (tmp_path / "link.txt").symlink_to(tmp_path / "a.txt")
+    corpus = find_corpus([str(tmp_path), str(tmp_path / "a.txt")])
+    assert [os.path.basename(file.path) for file in corpus.files] == ["a.txt"]
+    assert [(os.path.basename(s.path), s.reason.split(" /")[0]) for s in corpus.skipped] == [
+        ("b.txt", "empty"),
+        ("link.txt", "the same file as"),
+        ("a.txt", "the same file as"),
+    ]
+
+
+def test_every_wrong_path_is_reported_at_once(tmp_path: Path) -> None:
+    write(tmp_path, data_jsonl="{}", only__x_bin="x", good_txt="text")
+    os.mkfifo(tmp_path / "pipe.txt")
+    names = ["missing", "data.jsonl", "only", "good.txt", "pipe.txt"]
+    paths = [str(tmp_path / name) for name in names]
+    with pytest.raises(JobError) as caught:
+        find_corpus(paths)
+    found = {Path(str(problem.value)).name: problem.rule for problem in caught.value.problems}
+    assert found.keys() == {"missing", "data.jsonl", "only", "pipe.txt"}
+    assert "does not exist" in found["missing"]
+    assert ".jsonl is not one of plain text" in found["data.jsonl"]
+    assert "holds no file with one of the suffixes" in found["only"]
+    assert "is no file or folder" in found["pipe.txt"]
+    assert data_problems(paths) == caught.value.problems
+    assert all(problem.key == "data" and problem.remedy for problem in caught.value.problems)
+
+
+def test_only_empty_files_are_no_corpus(tmp_path: Path) -> None:
+    write(tmp_path, a_txt="")
+    with pytest.raises(JobError, match=r"there is no text in it .*a\.txt is empty"):
+        find_corpus([str(tmp_path)])
+
+
+def test_byte_order_mark_is_no_text_and_line_ends_stay(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\n")
+    assert find_corpus([str(tmp_path)]).files[0].read() == "one\r\ntwo\n"
+
+
+@pytest.mark.parametrize("change", ["longer", "touched", "gone"])
+def test_a_file_that_changes_under_the_run_is_an_error(tmp_path: Path, change: str) -> None:
+    path = write(tmp_path, a_txt="before") / "a.txt"
+    (file,) = find_corpus([str(path)]).files
+    if change == "longer":
+        path.write_text("and after")
+    elif change == "touched":
+        os.utime(path, ns=(0, 0))
+    else:
+        path.unlink()
+    with pytest.raises(JobError, match=r"a\.txt.*(changed while|cannot be read \(No such file)"):
+        file.read()
+
+
+def test_default_is_the_standard_library_without_tests_and_packages() -> None:
+    corpus = find_corpus(())
+    root = sysconfig.get_path("stdlib")
+    names = {os.path.relpath(file.path, root) for file in corpus.files}
+    assert {"argparse.py", "json/decoder.py", "asyncio/tasks.py"} <= names
+    assert not {Path(name).parts[0] for name in names} & {"site-packages", "test", "idlelib", "encodings"}
+    assert all(name.endswith(".py") for name in names)
+    assert 3_000_000 < sum(file.size for file in corpus.files) < 30_000_000
+    assert corpus == find_corpus(())
+    assert not corpus.skipped
+
+
+def test_nothing_here_imports_torch() -> None:
+    code = "import sys, pipeline.data.training_data; sys.exit('torch' in sys.modules)"
+    assert (
+        subprocess.run([sys.executable, "-c", code], check=False, cwd=Path(__file__).parents[2]).returncode
+        == 0
+    )

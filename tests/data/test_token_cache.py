@@ -1,0 +1,236 @@
+"""The token folder: what it holds, that it appears at once, and that one process makes it."""
+
+import fcntl
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.data.corpus import find_corpus
+from pipeline.data.locking import file_lock
+from pipeline.data.token_cache import cache_identity, cached_tokens
+from pipeline.data.token_file import token_dtype
+from pipeline.data.tokenizer import ByteTokenizer
+from pipeline.job.problems import JobError
+
+TEXTS = {"a.txt": "first\n", "b.txt": "zweites Stück", "c.txt": "3"}
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name, text in TEXTS.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder
+
+
+def silent(_: str) -> None:
+    """Takes messages that a test does not look at."""
+
+
+def folders(cache: Path) -> list[str]:
+    return sorted(path.name for path in cache.iterdir() if path.is_dir())
+
+
+def test_tokens_are_documents_in_order_each_with_its_end(texts: Path, tmp_path: Path) -> None:
+    for _ in range(2):  # made, then opened
+        file = cached_tokens(find_corpus([str(texts)]), ByteTokenizer(), tmp_path / "cache", silent)
+        assert [Path(name).name for name in file.names] == list(TEXTS)
+        for number, text in enumerate(TEXTS.values()):
+            document = file.tokens[file.offsets[number] : file.offsets[number + 1]]
+            assert document.tolist() == [*text.encode(), 256]
+        assert len(file.tokens) == file.offsets[-1]
+        assert isinstance(file.tokens, np.memmap)
+        assert not file.tokens.flags.writeable
+
+
+def test_second_use_makes_nothing(texts: Path, tmp_path: Path) -> None:
+    messages: list[str] = []
+    first = cached_tokens(find_corpus([str(texts)]), ByteTokenizer(), tmp_path, messages.append)
+    assert [message.split()[0] for message in messages] == ["tokenizing", "tokenized"]
+    second = cached_tokens(find_corpus([str(texts)]), ByteTokenizer(), tmp_path, messages.append)
+    assert len(messages) == 2
+    assert first.fingerprint == second.fingerprint
+
+
+class OtherTokenizer(ByteTokenizer):
+    identity = "other"
+
+
+def change_size(texts: Path) -> None:
+    (texts / "a.txt").write_text("longer than before")
+
+
+def change_time(texts: Path) -> None:
+    os.utime(texts / "a.txt", ns=(1, 1))
+
+
+def add_file(texts: Path) -> None:
+    (texts / "d.txt").write_text("4")
+
+
+def rename_file(texts: Path) -> None:
+    (texts / "a.txt").rename(texts / "z.txt")
+
+
+@pytest.mark.parametrize("change", [change_size, change_time, add_file, rename_file])
+def test_changed_text_never_meets_an_old_cache(texts: Path, change: Callable[[Path], None]) -> None:
+    before = cache_identity(find_corpus([str(texts)]), ByteTokenizer())
+    assert before == cache_identity(find_corpus([str(texts)]), ByteTokenizer())
+    change(texts)
+    assert before != cache_identity(find_corpus([str(texts)]), ByteTokenizer())
+
+
+def test_another_tokenizer_is_another_cache(texts: Path) -> None:
+    corpus = find_corpus([str(texts)])
+    assert cache_identity(corpus, ByteTokenizer()) != cache_identity(corpus, OtherTokenizer())
+
+
+def test_fingerprint_is_that_of_the_tokens_not_of_the_files(texts: Path, tmp_path: Path) -> None:
+    def fingerprint() -> str:
+        return cached_tokens(find_corpus([str(texts)]), ByteTokenizer(), tmp_path, silent).fingerprint
+
+    before = fingerprint()
+    change_time(texts)
+    assert fingerprint() == before
+    (texts / "a.txt").write_text("fir\nst")  # same bytes, another order
+    assert fingerprint() != before
+
+
+def test_what_is_not_utf8_is_skipped_by_name_or_refused(texts: Path, tmp_path: Path) -> None:
+    bad = texts / "b.txt"
+    bad.write_bytes("Stück".encode("latin-1"))
+    file = cached_tokens(find_corpus([str(texts)]), ByteTokenizer(), tmp_path / "cache", silent)
+    assert [Path(name).name for name in file.names] == ["a.txt", "c.txt"]
+    assert [(Path(s.path).name, s.reason) for s in file.skipped] == [("b.txt", "not UTF-8 at byte 2")]
+    with pytest.raises(JobError, match=r"b\.txt.*is not UTF-8 text: byte 0xfc at position 2"):
+        cached_tokens(find_corpus([str(bad)]), ByteTokenizer(), tmp_path / "named", silent)
+    for name in ("a.txt", "c.txt"):
+        (texts / name).write_bytes(b"\xff")
+    with pytest.raises(JobError, match="no file is UTF-8 text"):
+        cached_tokens(find_corpus([str(texts)]), ByteTokenizer(), tmp_path / "none", silent)
+    assert folders(tmp_path / "named") == folders(tmp_path / "none") == []
+
+
+class FullDisk(ByteTokenizer):
+    """Fails at the second document."""
+
+    def __init__(self) -> None:
+        self.documents = 0
+
+    def encode(self, text: str) -> np.ndarray:
+        self.documents += 1
+        if self.documents == 2:
+            raise OSError(28, "No space left on device")
+        return super().encode(text)
+
+
+def test_a_failure_half_way_leaves_nothing(texts: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    with pytest.raises(OSError, match="No space left"):
+        cached_tokens(find_corpus([str(texts)]), FullDisk(), cache, silent)
+    assert folders(cache) == []
+    assert cached_tokens(find_corpus([str(texts)]), ByteTokenizer(), cache, silent).num_documents == 3
+
+
+@pytest.mark.parametrize("damage", ["truncated", "no tokens", "no index", "broken index"])
+def test_a_damaged_cache_says_so(texts: Path, tmp_path: Path, damage: str) -> None:
+    corpus = find_corpus([str(texts)])
+    cached_tokens(corpus, ByteTokenizer(), tmp_path, silent)
+    folder = tmp_path / cache_identity(corpus, ByteTokenizer())
+    if damage == "truncated":
+        os.truncate(folder / "tokens.bin", 10)
+    elif damage == "no tokens":
+        (folder / "tokens.bin").unlink()
+    elif damage == "no index":
+        (folder / "index.json").unlink()
+    else:
+        (folder / "index.json").write_text(json.dumps({"dtype": "<u2"}))
+    with pytest.raises(JobError, match=r"cache is damaged.*Delete this folder"):
+        cached_tokens(corpus, ByteTokenizer(), tmp_path, silent)
+
+
+def test_ids_choose_the_width() -> None:
+    assert [token_dtype(size).str for size in (257, 65536, 65537)] == ["<u2", "<u2", "<u4"]
+
+
+class Slow(ByteTokenizer):
+    """The byte tokenizer, with time to be caught at work."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def encode(self, text: str) -> np.ndarray:
+        time.sleep(self.seconds)
+        return super().encode(text)
+
+
+def make_slowly(texts: str, cache: str, seconds: float, messages: multiprocessing.Queue) -> None:
+    """One process of a host; the one at work takes `seconds` per document."""
+    file = cached_tokens(find_corpus([texts]), Slow(seconds), Path(cache), messages.put, time_limit=60)
+    messages.put(f"fingerprint {file.fingerprint}")
+
+
+def start(
+    texts: Path, cache: Path, seconds: float, messages: multiprocessing.Queue
+) -> multiprocessing.Process:
+    process = multiprocessing.get_context("spawn").Process(
+        target=make_slowly, args=(str(texts), str(cache), seconds, messages)
+    )
+    process.start()
+    return process
+
+
+def test_one_process_works_and_the_others_wait(texts: Path, tmp_path: Path) -> None:
+    messages = multiprocessing.get_context("spawn").Queue()
+    cache = tmp_path / "cache"
+    processes = [start(texts, cache, 0.7, messages) for _ in range(3)]
+    said: list[str] = []
+    while sum(text.startswith("fingerprint") for text in said) < 3:
+        said.append(messages.get(timeout=60))
+    for process in processes:
+        process.join(10)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    kinds = [text.split()[0] for text in said]
+    assert kinds.count("tokenizing") == kinds.count("tokenized") == 1
+    assert kinds.count("waiting") >= 1
+    assert len({text for text in said if text.startswith("fingerprint")}) == 1
+    assert folders(cache) == [cache_identity(find_corpus([str(texts)]), ByteTokenizer())]
+
+
+def test_a_killed_process_leaves_neither_lock_nor_half_a_cache(texts: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    identity = cache_identity(find_corpus([str(texts)]), ByteTokenizer())
+    process = start(texts, cache, 600.0, multiprocessing.get_context("spawn").Queue())
+    end = time.monotonic() + 30
+    while not list(cache.glob("*/tokens.bin")) and time.monotonic() < end:
+        time.sleep(0.01)
+    process.kill()
+    process.join(10)
+    assert folders(cache) == [f"{identity}.tmp-{process.pid}"]
+    file = cached_tokens(find_corpus([str(texts)]), ByteTokenizer(), cache, silent, time_limit=1)
+    assert file.num_documents == 3
+    assert folders(cache) == [identity]
+
+
+def test_waiting_has_a_limit_and_a_message(tmp_path: Path) -> None:
+    messages: list[str] = []
+    path = tmp_path / "lock"
+    with path.open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with (
+            pytest.raises(TimeoutError, match=rf"{path} for more than 0 s"),
+            file_lock(path, 0.25, messages.append),
+        ):
+            raise AssertionError("the lock was not exclusive")
+    assert len(messages) == 1
+    assert messages[0].startswith("waiting for another process")
+    with file_lock(path, 0, messages.append):
+        pass
+    assert len(messages) == 1

@@ -1,0 +1,101 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.data.training_data import TrainingData, load_data, split_documents
+from pipeline.job.problems import JobError
+
+
+@pytest.mark.parametrize(
+    ("documents", "fraction", "held_out"),
+    [(100, 0.05, 5), (100, 0.0, 0), (2, 0.01, 1), (2, 0.99, 1), (10, 0.001, 1), (10, 0.999, 9), (1, 0.0, 0)],
+)
+def test_split_is_a_partition_with_a_document_on_each_side(
+    documents: int, fraction: float, held_out: int
+) -> None:
+    train, evaluation = split_documents(documents, fraction, seed=3)
+    assert sorted([*train, *evaluation]) == list(range(documents))
+    assert len(evaluation) == held_out
+    assert len(train) >= 1
+
+
+def test_split_depends_on_the_seed_alone() -> None:
+    first, again, other = (split_documents(1000, 0.1, seed)[1].tolist() for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_a_single_document_cannot_be_split() -> None:
+    with pytest.raises(JobError, match=r"eval_fraction = 0\.1.*single document.*Set it to 0"):
+        split_documents(1, 0.1, seed=1)
+
+
+def load(
+    folder: Path, *, sequence_length: int = 16, fraction: float = 0.25, vocab_size: int = 257
+) -> TrainingData:
+    return load_data(
+        [str(folder)],
+        folder / "cache",
+        sequence_length=sequence_length,
+        seed=1,
+        eval_fraction=fraction,
+        vocab_size=vocab_size,
+        report=lambda _: None,
+    )
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    for number in range(20):  # document n is written in the letter n alone
+        (tmp_path / f"{number:02d}.txt").write_text(chr(ord("a") + number) * (10 + number))
+    return tmp_path
+
+
+def letters(tokens: np.ndarray) -> set[int]:
+    return set(tokens.ravel().tolist()) - {0, 256}
+
+
+def test_no_held_out_token_is_ever_trained_on(texts: Path) -> None:
+    data = load(texts)
+    assert data.held_out is not None
+    train = data.train.read(np.arange(4 * data.train.samples_per_epoch))
+    evaluation = data.held_out.read(np.arange(data.held_out.samples_per_epoch))
+    assert letters(train.tokens).isdisjoint(letters(evaluation.tokens))
+    assert len(letters(evaluation.tokens)) == 5
+    assert letters(train.tokens) | letters(evaluation.tokens) == set(b"abcdefghijklmnopqrst")
+
+
+def test_nothing_is_held_out_when_asked(texts: Path) -> None:
+    data = load(texts, fraction=0)
+    assert data.held_out is None
+    assert data.train.num_documents == 20
+    assert "held out: nothing" in data.summary()
+
+
+def test_summary_names_sizes_the_tail_and_what_is_left_aside(texts: Path) -> None:
+    (texts / "bad.txt").write_bytes(b"\xff")
+    (texts / "none.txt").touch()
+    (texts / "table.csv").touch()
+    data = load(texts)
+    said = "\n".join(data.summary())
+    assert f"{data.train.num_tokens:,} tokens" in said
+    assert f"{data.train.dropped_tokens:,} tokens of the tail dropped" in said
+    assert "skipped 2 files" in said
+    assert "bad.txt (not UTF-8 at byte 0)" in said
+    assert "none.txt (empty)" in said
+    assert "left out 1 files of other kinds" in said
+
+
+def test_less_text_than_one_sample_is_a_problem(texts: Path) -> None:
+    total = sum(10 + n + 1 for n in range(20))
+    assert load(texts, fraction=0, sequence_length=total - 1).train.samples_per_epoch == 1
+    with pytest.raises(
+        JobError, match=rf"{total} tokens do not fill one sample of {total} .*smaller --seq_length"
+    ):
+        load(texts, fraction=0, sequence_length=total)
+
+
+def test_a_vocabulary_that_is_too_small_is_a_problem(texts: Path) -> None:
+    with pytest.raises(JobError, match=r"vocab_size = 256: the tokenizer \(bytes\) has ids 0 \.\. 256"):
+        load(texts, vocab_size=256)
+    assert not (texts / "cache").exists()
