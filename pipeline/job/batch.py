@@ -34,6 +34,7 @@ class BatchRequest:
         tokens: Tokens of one sequence that one rank holds (sequence length / sequence parallel size).
         sequence_length, hidden_size: Of the model and run.
         least_steps: Micro-batches that the pipeline schedule needs.
+        wanted_steps: Micro-batches that keep the pipeline busy, if the batch has as many sequences.
     """
 
     train: int | None
@@ -46,6 +47,7 @@ class BatchRequest:
     sequence_length: int
     hidden_size: int
     least_steps: int = 1
+    wanted_steps: int = 1
 
 
 def resolve_batch(
@@ -113,10 +115,10 @@ def _quotient(train: int, factor: int, data: int, factor_key: str | None, where:
 
 
 def _open_micro(request: BatchRequest, replica: int) -> int:
-    """The largest micro-batch that divides a replica's sequences, keeps enough of them for the pipeline,
-    and fits the activation bound."""
+    """The largest micro-batch that divides a replica's sequences, leaves enough micro-batches for the
+    pipeline, and fits the activation bound."""
     bound = max(1, MICRO_BATCH_ACTIVATIONS // (request.tokens * request.hidden_size))
-    bound = min(bound, max(1, replica // request.least_steps))
+    bound = min(bound, max(1, replica // request.wanted_steps))
     return max(size for size in range(1, min(bound, replica) + 1) if replica % size == 0)
 
 
@@ -124,6 +126,8 @@ def _notes(request: BatchRequest, micro: int, steps: int) -> tuple[Resolved, ...
     notes = []
     if request.micro is None:
         bound = f"at most {MICRO_BATCH_ACTIVATIONS:,} tokens * hidden size per rank"
+        if request.wanted_steps > 1:
+            bound += f" and {request.wanted_steps} micro-batches for the pipeline"
         open_both = request.steps is None
         notes.append(Resolved(MICRO, micro, f"largest divisor, {bound}" if open_both else "what is left"))
     if request.steps is None:

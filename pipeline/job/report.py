@@ -1,0 +1,223 @@
+"""A job, or the part of it that was understood, as text for a person. rich; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from pipeline.cluster.world import World
+from pipeline.job.job import Batch, Job, OptimizerConfig
+from pipeline.job.model_config import ModelConfig
+from pipeline.job.parameters import LayerSize, layer_parameters, total_parameters
+from pipeline.job.problems import Problem
+from pipeline.job.resolve import Draft
+from pipeline.parallel.mesh import Mesh
+
+# Longest rank grid shown in full, in lines; of a longer one the ends are.
+GRID_LINES = 24
+PIPED_WIDTH = 110
+
+
+def console(stderr: bool = False) -> Console:
+    """Colours on a terminal; plain text of a fixed width in a pipe or file."""
+    made = Console(stderr=stderr, highlight=False)
+    return made if made.is_terminal else Console(stderr=stderr, highlight=False, width=PIPED_WIDTH)
+
+
+def describe(draft: Draft) -> RenderableType:
+    """Everything that is known of a job, section by section."""
+    return Group(*_sections(draft))
+
+
+def problem_lines(problems: Sequence[Problem]) -> RenderableType:
+    """Errors first, each with its remedy on a line of its own."""
+    ordered = sorted(problems, key=lambda problem: problem.severity)
+    return Group(*(_problem(problem) for problem in ordered))
+
+
+def verdict(draft: Draft) -> Text:
+    """The last line: whether the job can start."""
+    if draft.job is not None:
+        return Text("This job can start.", "bold green")
+    count = len(draft.errors)
+    return Text(f"This job cannot start: {count} {'error' if count == 1 else 'errors'}.", "bold red")
+
+
+def _sections(draft: Draft) -> Iterator[RenderableType]:
+    if draft.world is not None:
+        yield _pairs("World", [("ranks", world_line(draft.world))])
+    if draft.mesh is not None and draft.world is not None:
+        yield _pairs("Layout", [("world", mesh_line(draft.mesh)), *_grid_rows(draft.mesh, draft.world)])
+    if draft.model is not None:
+        yield _pairs("Model", [(draft.model.name, model_line(draft.model))])
+    if draft.model is not None and draft.stages is not None:
+        yield stage_table(draft.model, draft.stages, draft.mesh.pipeline if draft.mesh else None)
+    if draft.batch is not None:
+        yield _pairs("Batch", [("per step", batch_line(draft.batch))])
+    rows = list(_training_rows(draft))
+    if rows:
+        yield _pairs("Training", rows)
+    if draft.resolved:
+        yield _pairs("Left open", [(note.key, f"{note.value} ({note.reason})") for note in draft.resolved])
+
+
+def world_line(world: World) -> str:
+    """``32 on 4 hosts (node1 .. node4), cuda, bf16 native``."""
+    names = [f"{host.name} x {host.slots}" for host in world.hosts]
+    shown = ", ".join(names) if len(names) <= 8 else f"{names[0]}, ... {names[-1]}"
+    device = world.device_name or world.device
+    return f"{world.size} on {shown}; {device}, bf16 {'native' if world.bf16_native else 'not native'}"
+
+
+def mesh_line(mesh: Mesh) -> str:
+    """The factorisation in words."""
+    sizes = zip(("pipeline", "data", "sequence", "tensor"), mesh.shape, strict=True)
+    return f"{mesh.world_size} = {' x '.join(f'{size} {axis}' for axis, size in sizes)}"
+
+
+def grid_lines(mesh: Mesh, world: World) -> list[tuple[str, str]]:
+    """(host and stage, ranks) for each host and stage. ``[0 1 | 2 3]`` is one data rank: sequence ranks
+    are separated by bars, tensor ranks by spaces. Ranks are in order, because the grid is."""
+    lines: list[tuple[str, str]] = []
+    rank = 0
+    for host in world.hosts:
+        by_stage: dict[int, str] = {}
+        for _ in range(host.slots):
+            stage = mesh.coordinates(rank).pipeline
+            by_stage[stage] = by_stage.get(stage, "") + _rank_text(mesh, rank)
+            rank += 1
+        lines += [(f"{host.name}, stage {stage}", text.strip(" ")) for stage, text in by_stage.items()]
+    return lines
+
+
+def _rank_text(mesh: Mesh, rank: int) -> str:
+    """A rank with the brackets and bars that stand around it."""
+    where = mesh.coordinates(rank)
+    before = " " if where.tensor > 0 else " | " if where.sequence > 0 else " ["
+    last = where.sequence == mesh.sequence - 1 and where.tensor == mesh.tensor - 1
+    return f"{before}{rank}{']' if last else ''}"
+
+
+def _grid_rows(mesh: Mesh, world: World) -> list[tuple[str, str]]:
+    lines = grid_lines(mesh, world)
+    if len(lines) <= GRID_LINES:
+        return lines
+    half = GRID_LINES // 2
+    return [*lines[:half], ("...", f"{len(lines) - 2 * half} more lines"), *lines[-half:]]
+
+
+def model_line(model: ModelConfig) -> str:
+    """Sizes and parameter count."""
+    count, padded = total_parameters(model), total_parameters(model, padded=True)
+    padding = f", {padded:,} with the vocabulary padded to {model.padded_vocab_size:,}"
+    heads = f"{model.num_heads} heads"
+    if model.num_kv_heads != model.num_heads:
+        heads += f", {model.num_kv_heads} kv heads"
+    return (
+        f"{count:,} parameters{padding if padded != count else ''}; {model.num_layers} layers, width "
+        f"{model.hidden_size}, {heads}, feed-forward {model.ffn_hidden_size}, {model.position} positions"
+    )
+
+
+def stage_table(model: ModelConfig, boundaries: Sequence[int], stages: int | None) -> Table:
+    """One line per chunk of layers: its stage, layers and parameters (whole, before tensor slicing)."""
+    table = Table(box=None, title="Stages", title_justify="left", title_style="bold", pad_edge=False)
+    for heading in ("  stage", "layers", "parameters"):
+        table.add_column(heading, justify="right" if heading == "parameters" else "left")
+    layers = layer_parameters(model)
+    chunks = len(boundaries) - 1
+    for chunk in range(chunks):
+        part = layers[boundaries[chunk] : boundaries[chunk + 1]]
+        table.add_row(
+            f"  {stage_of(chunk, chunks, stages)}", layer_names(part), f"{stage_parameters(part):,}"
+        )
+    return table
+
+
+def stage_of(chunk: int, chunks: int, stages: int | None) -> int:
+    """The stage that holds a chunk. DualPipeV's second half runs back from the last stage to the first."""
+    return chunk if stages is None or chunk < stages else chunks - 1 - chunk
+
+
+def layer_names(layers: Sequence[LayerSize]) -> str:
+    """``embedding, positions, blocks 0-5``."""
+    blocks = [layer.name.removeprefix("block ") for layer in layers if layer.name.startswith("block ")]
+    names: list[str] = []
+    for layer in layers:
+        if not layer.name.startswith("block "):
+            names.append(layer.name)
+        elif layer.name == f"block {blocks[0]}":
+            names.append(layer.name if len(blocks) == 1 else f"blocks {blocks[0]}-{blocks[-1]}")
+    return ", ".join(names)
+
+
+def stage_parameters(layers: Iterable[LayerSize]) -> int:
+    """Parameters in memory; a tied output layer adds its weight only where the embedding is elsewhere."""
+    layers = list(layers)
+    shared = any(layer.name == "embedding" for layer in layers)
+    return sum(layer.parameters if shared else layer.held for layer in layers)
+
+
+def batch_line(batch: Batch) -> str:
+    """The arithmetic down to tokens."""
+    data = batch.train_batch_size // (batch.micro_batch_size * batch.accumulation_steps)
+    return (
+        f"{batch.train_batch_size} sequences = {batch.micro_batch_size} micro-batch x "
+        f"{batch.accumulation_steps} accumulation x {data} data; x {batch.sequence_length} tokens = "
+        f"{batch.tokens_per_step:,} tokens"
+    )
+
+
+def _training_rows(draft: Draft) -> Iterator[tuple[str, str]]:
+    if draft.precision is not None:
+        precision = draft.precision
+        yield (
+            "weights",
+            f"{precision.compute} ({precision.reason}), gradients summed in {precision.accumulation}",
+        )
+    if draft.optimizer is not None:
+        yield "optimizer", _optimizer_line(draft.optimizer)
+    if draft.schedule is not None:
+        yield "learning rate", str(draft.schedule)
+    if draft.train_steps is not None:
+        tokens = f", {draft.train_steps * draft.batch.tokens_per_step:,} tokens" if draft.batch else ""
+        yield "length", f"{draft.train_steps:,} steps{tokens}"
+    if draft.job is not None:
+        yield from _job_rows(draft.job)
+
+
+def _optimizer_line(optimizer: OptimizerConfig) -> str:
+    own = f"momentum {optimizer.momentum:g}"
+    if optimizer.type != "SGD":
+        own = f"betas {optimizer.betas[0]:g}, {optimizer.betas[1]:g}, eps {optimizer.eps:g}"
+    return f"{optimizer.type}, peak lr {optimizer.lr:g}, {own}, weight decay {optimizer.weight_decay:g}"
+
+
+def _job_rows(job: Job) -> Iterator[tuple[str, str]]:
+    clip = f"{job.gradient_clipping:g}" if job.gradient_clipping else "off"
+    schedule = f", schedule {job.pipeline_schedule}" if job.mesh.pipeline > 1 else ""
+    yield (
+        "ZeRO",
+        f"stage {job.zero_stage}{schedule}, clipping {clip}, recompute {job.activation_checkpointing}",
+    )
+    yield "output", job.output_dir
+
+
+def _pairs(title: str, rows: Iterable[tuple[str, str]]) -> Table:
+    table = Table(box=None, show_header=False, title=title, title_justify="left", title_style="bold")
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in rows:
+        table.add_row(Text(name, "dim"), Text(text))
+    return table
+
+
+def _problem(problem: Problem) -> Text:
+    style = "bold red" if problem.severity == "error" else "bold yellow"
+    return Text.assemble(
+        (f"{problem.severity}: ", style), f"{problem.key} = {problem.value!r}: {problem.rule}.\n",
+        ("       ", ""), f"{problem.remedy}.",
+    )  # fmt: skip
