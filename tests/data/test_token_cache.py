@@ -207,7 +207,8 @@ def test_one_process_works_and_the_others_wait(texts: Path, tmp_path: Path) -> N
 def test_a_killed_process_leaves_neither_lock_nor_half_a_cache(texts: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     identity = cache_identity(find_corpus([str(texts)]), ByteTokenizer())
-    process = start(texts, cache, 600.0, multiprocessing.get_context("spawn").Queue())
+    messages = multiprocessing.get_context("spawn").Queue()
+    process = start(texts, cache, 600.0, messages)
     end = time.monotonic() + 30
     while not list(cache.glob("*/tokens.bin")) and time.monotonic() < end:
         time.sleep(0.01)
