@@ -39,6 +39,9 @@ class DevicePeak:
 _ADA = "NVIDIA Ada GPU architecture white paper"
 _AMPERE = "NVIDIA Ampere GA102 GPU architecture white paper"
 
+# A slice of a GPU (MIG, vGPU) has an unknown share of its peak.
+_SLICE = re.compile(r"\bMIG\b|\bGRID\b")
+
 # The first match counts, so that special versions come before the plain name.
 DEVICES = (
     DevicePeak(r"\bGB200\b", 2500.0, 80.0, "NVIDIA GB200 NVL72 data sheet"),
@@ -78,7 +81,7 @@ def peak_tflops(device_name: str | None, dtype: str) -> float | None:
         device_name: As torch.cuda.get_device_name() says it; None on CPU.
         dtype: Type of the products: ``fp32``, ``fp16`` or ``bf16``.
     """
-    if device_name is None:
+    if device_name is None or _SLICE.search(device_name):
         return None
     matches = (device for device in DEVICES if re.search(device.pattern, device_name))
     device = next(matches, None)

@@ -17,8 +17,8 @@ Worked for gpt2-124m at 1,024 tokens, forward, per token:
     forward                                              = 265,938,432
     training                  3 * forward                = 797,815,296
 
-For comparison, 6 * 124.4 M parameters = 746.6 M (Kaplan et al. 2020, section 2.1, counts no attention and,
-by its tied weight, the position table but not the look-up).
+The usual 6 FLOPs per parameter (Kaplan et al. 2020, section 2.1) would be 746.6 M: it has no attention, but
+the position table.
 """
 
 from __future__ import annotations
