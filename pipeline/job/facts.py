@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from pipeline.cluster.world import World
-from pipeline.job.job import Dtype
+from pipeline.job.job import Batch, Dtype
 from pipeline.job.model_config import ModelConfig
 from pipeline.job.model_presets import TrainingDefaults, training_defaults
 from pipeline.job.options import Options
+from pipeline.job.problems import Problem
 from pipeline.job.settings import Settings, Undecided
 from pipeline.job.validate import AUTO
 
@@ -29,12 +31,18 @@ def known(value: T | None) -> T:
 
 @dataclass(frozen=True)
 class Facts:
-    """Inputs of the rules. None in an underscored field: finding it gave problems already."""
+    """Inputs of the rules. None in an underscored field: finding it gave problems already.
+
+    Attributes:
+        failures: Problems met while a part of the job was derived, by the name of the part.
+    """
 
     options: Options
     config: Settings
     _world: World | None
     _model: ModelConfig | None
+    _batch: Batch | None = None
+    failures: Mapping[str, Sequence[Problem]] = field(default_factory=dict)
 
     @property
     def world(self) -> World:
@@ -80,6 +88,15 @@ class Facts:
     def chunks(self) -> int:
         """Runs of layers: two per stage in DualPipeV."""
         return self.stages * (2 if self.schedule == "dualpipev" else 1)
+
+    @property
+    def least_micro_batches(self) -> int:
+        """Below this, stages stand idle by design: p for 1F1B, 2 p for DualPipeV."""
+        return self.chunks if self.stages > 1 else 1
+
+    @property
+    def batch(self) -> Batch:
+        return known(self._batch)
 
     @property
     def zero_stage(self) -> int:

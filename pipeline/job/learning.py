@@ -8,11 +8,13 @@ from typing import Any
 from pipeline.job.facts import Facts, known
 from pipeline.job.job import Batch, OptimizerConfig, Resolved
 from pipeline.job.model_presets import TrainingDefaults
-from pipeline.job.problems import JobError, Problem
+from pipeline.job.problems import Problem
 from pipeline.job.scheduler_block import build_schedule
 from pipeline.job.validate import AUTO
 from pipeline.training.schedules import LearningRate
 
+# Stands in for a run of unknown length: longer than any phase of a schedule.
+ENDLESS = 10**12
 USUAL = "usual for this model"
 
 
@@ -27,28 +29,30 @@ class Learning:
 
 
 def resolve_learning(facts: Facts, train_steps: int | None, batch: Batch | None) -> Learning:
-    """Build both.
+    """Build both. An SGD without a rate of its own is left to its rule.
+
+    Args:
+        train_steps: None if the run's length has a problem of its own. The schedule's parameters are
+            checked all the same.
 
     Raises:
-        Undecided: the length of the run or a needed key has a problem of its own.
-        JobError: SGD without a learning rate.
+        Undecided: a key or the batch that is needed has a problem of its own.
     """
     lr = facts.config.get("optimizer.params.lr", AUTO)
-    if facts.optimizer == "SGD" and lr == AUTO:
-        rule, remedy = "the model's usual rate is meant for AdamW", "Give a number for SGD"
-        raise JobError([facts.config.problem("optimizer.params.lr", rule, remedy, lr)])
     result = build_schedule(
         facts.config.get("scheduler"),
         optimizer_lr=None if lr == AUTO else lr,
-        train_steps=known(train_steps),
+        train_steps=train_steps or ENDLESS,
         defaults=facts.defaults,
         where=facts.config.where,
     )
-    notes = list(result.resolved)
     schedule = result.schedule
-    if schedule is not None:
-        schedule = _scaled(facts, schedule, batch, notes)
-    optimizer = _optimizer(facts, schedule.peak, notes) if schedule is not None else None
+    if train_steps is None or schedule is None or (facts.optimizer == "SGD" and lr == AUTO):
+        errors = tuple(problem for problem in result.problems if problem.severity == "error")
+        return Learning(None, None, (), errors)
+    notes = list(result.resolved)
+    schedule = _scaled(facts, schedule, batch, notes)
+    optimizer = _optimizer(facts, schedule.peak, notes)
     note = Resolved("optimizer.params.lr", facts.defaults.learning_rate, USUAL) if facts.defaults else None
     if lr == AUTO and note is not None and note not in notes:
         notes.insert(0, note)

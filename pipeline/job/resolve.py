@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,12 +42,14 @@ class Draft:
     """A job as far as it could be understood. Parts that could not are None, and `problems` says why.
 
     Attributes:
+        failures: Problems met while deriving a part, by the part's name; its rule reports them.
         job: The whole, if there is no error.
     """
 
     options: Options
     world: World | None
     problems: list[Problem] = field(default_factory=list)
+    failures: dict[str, Sequence[Problem]] = field(default_factory=dict)
     resolved: list[Resolved] = field(default_factory=list)
     model: ModelConfig | None = None
     mesh: Mesh | None = None
@@ -63,14 +65,14 @@ class Draft:
     def errors(self) -> list[Problem]:
         return [problem for problem in self.problems if problem.severity == "error"]
 
-    def attempt(self, find: Callable[..., T], *args: Any) -> T | None:
-        """The result of find(*args), or None after collecting its problems."""
+    def derive(self, part: str, find: Callable[..., T], *args: Any) -> T | None:
+        """The result of find(*args), or None after keeping its problems for the rule of that part."""
         try:
             return find(*args)
         except JobError as error:
-            self.problems += error.problems
+            self.failures[part] = error.problems
         except Undecided:
-            pass
+            pass  # what it needs has a problem of its own, which is reported
         return None
 
     def note(self, key: str, value: T, reason: str) -> T:
@@ -101,17 +103,16 @@ def examine(options: Options, world: World | None, problems: Iterable[Problem] =
     config = Settings(read_json(config_path(options.deepspeed_config)))
     draft.problems += [*option_problems(options), *config.problems]
     draft.problems += monitor_problems(config.values)
-    draft.model = draft.attempt(_model, options, world)
+    draft.model = draft.derive("model", _model, options, world)
     facts = Facts(options, config, world, draft.model)
-    draft.problems += check_rules(facts)
-    draft.mesh = draft.attempt(_mesh, facts)
-    draft.precision = draft.attempt(_precision, facts, draft)
-    draft.stages = draft.attempt(_stages, facts)
-    draft.batch = draft.attempt(_batch, facts, draft)
-    draft.attempt(_check_micro_batches, facts, draft)
-    draft.train_steps = draft.attempt(_train_steps, facts, draft)
-    draft.attempt(_learning, facts, draft)
-    draft.attempt(_check_folder, facts, draft)
+    draft.mesh = draft.derive("world", _mesh, facts)
+    draft.precision = draft.derive("precision", _precision, facts, draft)
+    draft.stages = draft.derive("partition", _stages, facts)
+    draft.batch = draft.derive("batch", _batch, facts, draft)
+    draft.train_steps = draft.derive("run length", _train_steps, facts, draft)
+    draft.derive("schedule", _learning, facts, draft)
+    draft.derive("output folder", _check_folder, facts)
+    draft.problems += check_rules(replace(facts, _batch=draft.batch, failures=draft.failures))
     if not draft.errors:
         draft.job = _assemble(facts, draft)
     return draft
@@ -176,29 +177,12 @@ def _batch(facts: Facts, draft: Draft) -> Batch:
         tokens=-(-facts.sequence_length // facts.sequence),
         sequence_length=facts.sequence_length,
         hidden_size=facts.model.hidden_size,
-        least_steps=_useful_steps(facts),
+        least_steps=facts.least_micro_batches,
         wanted_steps=1 if facts.stages == 1 else BUSY * facts.stages,
     )
     batch, notes = resolve_batch(request, facts.config.where)
     draft.resolved += notes
     return batch
-
-
-def _useful_steps(facts: Facts) -> int:
-    """Micro-batches below which stages stand idle by design: p for 1F1B, 2 p for DualPipeV."""
-    return 1 if facts.stages == 1 else facts.chunks
-
-
-def _check_micro_batches(facts: Facts, draft: Draft) -> None:
-    steps, least = known(draft.batch).accumulation_steps, _useful_steps(facts)
-    if steps >= least:
-        return
-    dual = facts.schedule == "dualpipev"
-    rule = f"DualPipeV needs 2 * {facts.stages} stages = {least}"
-    if not dual:
-        rule = f"fewer micro-batches than the {least} stages leave stages idle"
-    problem = facts.config.problem(STEPS, rule, f"Use at least {least}", steps, warn=not dual)
-    draft.problems.append(problem)
 
 
 def _train_steps(facts: Facts, draft: Draft) -> int:
@@ -216,16 +200,23 @@ def _train_steps(facts: Facts, draft: Draft) -> int:
 
 
 def _learning(facts: Facts, draft: Draft) -> None:
-    """Schedule and optimizer, which depend on each other's rate."""
+    """Schedule and optimizer, which depend on each other's rate.
+
+    Raises:
+        JobError: errors and warnings of the schedule; what could be built is in the draft.
+    """
     learning = resolve_learning(facts, draft.train_steps, draft.batch)
-    draft.problems += learning.problems
     draft.resolved += learning.resolved
     draft.schedule, draft.optimizer = learning.schedule, learning.optimizer
+    if learning.problems:
+        raise JobError(learning.problems)
 
 
-def _check_folder(facts: Facts, draft: Draft) -> None:
+def _check_folder(facts: Facts) -> None:
     folder = Path(output_folder(facts.options, facts.model))
-    draft.problems += folder_problems(folder, identity(facts.options, facts.model, facts.sequence_length))
+    problems = folder_problems(folder, identity(facts.options, facts.model, facts.sequence_length))
+    if problems:
+        raise JobError(problems)
 
 
 def _assemble(facts: Facts, draft: Draft) -> Job:

@@ -1,7 +1,7 @@
 """Every rule between two settings, as one table. Each is checked alone, so that all problems appear.
 
 A rule reads what it needs from `Facts`; where that is unknown because it has a problem of its own, the
-rule says nothing. docs/rules.md is made from this table by ``python -m pipeline.job.rules_page``.
+rule says nothing. docs/rules.md is made from this table by ``python -m pipeline.job.pages``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pipeline.job.facts import Facts
 from pipeline.job.problems import Problem
 from pipeline.job.schema import KEYS
 from pipeline.job.settings import Undecided
+from pipeline.job.validate import AUTO
 
 STAGE = "zero_optimization.stage"
 ACCUMULATION = "data_types.grad_accum_dtype"
@@ -46,6 +47,11 @@ def check_rules(facts: Facts) -> list[Problem]:
         except Undecided:
             continue
     return problems
+
+
+def _derived(part: str) -> Callable[[Facts], Iterable[Problem]]:
+    """A rule that is checked where a part of the job is derived from its settings."""
+    return lambda facts: facts.failures.get(part, ())
 
 
 # World and layout
@@ -135,6 +141,18 @@ def _partition_without_stages(f: Facts) -> Iterable[Problem]:
     ):
         remedy = "Remove it, or set pipeline.stages"
         yield f.config.problem("pipeline.partition", "acts with at least 2 pipeline stages", remedy)
+
+
+def _micro_batches(f: Facts) -> Iterable[Problem]:
+    steps, least = f.batch.accumulation_steps, f.least_micro_batches
+    if steps >= least:
+        return
+    dual = f.schedule == "dualpipev"
+    rule = f"fewer micro-batches than the {f.stages} stages leave stages idle"
+    if dual:
+        rule = f"DualPipeV needs 2 * {f.stages} stages = {least}, and there are {steps}"
+    key = "gradient_accumulation_steps"
+    yield f.config.problem(key, rule, f"Use at least {least} micro-batches per step", steps, warn=not dual)
 
 
 # ZeRO
@@ -283,6 +301,14 @@ def _torch_adam(f: Facts) -> Iterable[Problem]:
         yield f.config.problem(key, "torch's Adam is the one used: it needs no compiler", "Remove it")
 
 
+def _sgd_rate(f: Facts) -> Iterable[Problem]:
+    key = "optimizer.params.lr"
+    if f.optimizer == "SGD" and f.config.get(key, AUTO) == AUTO:
+        yield f.config.problem(
+            key, "the model's usual rate is meant for AdamW", "Give a number for SGD", AUTO
+        )
+
+
 def _betas(f: Facts) -> Iterable[Problem]:
     betas = f.config.get("optimizer.params.betas")
     if isinstance(betas, list) and (len(betas) != 2 or max(betas) >= 1):
@@ -338,6 +364,8 @@ def _listed(numbers: Iterable[int]) -> str:
 
 
 RULES: tuple[Rule, ...] = (
+    Rule("model", "The model is a preset or a readable file of a known kind",
+         "nothing is guessed", _derived("model")),
     Rule("world", "pipeline * sequence * tensor divides the world; data is the quotient",
          "every rank has one place in the grid", _world),
     Rule("tensor in host", "A tensor group stays inside a host (warning)",
@@ -354,8 +382,14 @@ RULES: tuple[Rule, ...] = (
          "there is no row, or no trained rotation, beyond", _positions),
     Rule("dualpipev", "DualPipeV needs at least two stages",
          "it runs two directions through a pipeline", _dualpipev),
-    Rule("partition", "A partition method needs at least two stages",
+    Rule("partition", "Every chunk of layers holds a layer with weights; a list fits stages and layers",
+         "a chunk without weights has nothing to train", _derived("partition")),
+    Rule("partition method", "A partition method needs at least two stages",
          "there is nothing to divide", _partition_without_stages),
+    Rule("batch", "train_batch_size = micro-batch * accumulation steps * data parallel size, all whole",
+         "every micro-batch has the same size", _derived("batch")),
+    Rule("micro-batches", "DualPipeV needs 2 * stages micro-batches; 1F1B should have as many as stages "
+         "(warning)", "stages stand idle until the pipeline is full", _micro_batches),
     Rule("ZeRO and pipeline", "ZeRO stages 2 and 3 need one pipeline stage",
          "their gradient shards are reduced per micro-batch, which a pipeline cannot", _zero_pipeline),
     Rule("ZeRO keys", "A key of zero_optimization is given only at a stage where it acts",
@@ -390,9 +424,17 @@ RULES: tuple[Rule, ...] = (
     Rule("nesterov", "nesterov needs momentum", "it is a form of momentum", _nesterov),
     Rule("lr scaling", "lr_scaling needs rule and base_batch_size together",
          "the factor is train batch / base batch", _lr_scaling),
-    Rule("run length", "train_steps and train_tokens exclude each other",
+    Rule("schedule", "The schedule's parameters fit each other, the optimizer's rate and the run's length",
+         "the rate is a function of the step", _derived("schedule")),
+    Rule("SGD's rate", "SGD needs a learning rate of its own",
+         "the models' usual rates are meant for AdamW", _sgd_rate),
+    Rule("run length", "A model without a usual length needs train_steps or train_tokens",
+         "the schedule depends on it", _derived("run length")),
+    Rule("one run length", "train_steps and train_tokens exclude each other",
          "a length is said once", _one_length),
     Rule("evaluation", "Evaluation needs held-out documents", "training data is no test", _evaluation),
     Rule("sample", "A sample needs a prompt", "the model continues something", _prompt),
+    Rule("output folder", "A folder that holds a run takes that model, data, sequence length and seed only",
+         "its checkpoints belong to that run", _derived("output folder")),
     Rule("data", "The data exists", "a missing path is never skipped", _data),
 )  # fmt: skip

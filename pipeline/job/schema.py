@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pipeline.training.schedules import SCHEDULES
+
 Kind = Literal["int", "float", "bool", "str", "object", "numbers", "strings", "partition"]
 
 
@@ -98,7 +100,7 @@ _OPTIMIZER = (
     _flag("optimizer.params.fused", "true", "torch's fused kernel; false: its for-each kernels."),
     _flag("optimizer.params.torch_adam", "true", "Only true: torch's Adam is always the one used."),
     _block("scheduler", "Learning rate as a function of the step. Absent: constant."),
-    Key("scheduler.type", "str", "constant", "Name of the schedule."),
+    Key("scheduler.type", "str", "required", "Name of the schedule.", choices=tuple(SCHEDULES)),
     _block("scheduler.params", "Its parameters, listed per schedule below."),
     _block("lr_scaling", "Scale the learning rate with the batch."),
     Key("lr_scaling.rule", "str", "none", "lr times (train batch / base batch), to the power 1 or 1/2.",
