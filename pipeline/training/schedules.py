@@ -248,20 +248,3 @@ def _stairs(position: int, length: int, count: int) -> float:
 SCHEDULES: dict[str, type[LearningRate]] = {
     str(kind.type): kind for kind in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, WSD, CosineWithFloor)
 }
-
-
-def batch_scale(rule: str, batch_size: int, base_batch_size: int) -> float:
-    """Factor on the learning rate when a rate meant for `base_batch_size` is used with `batch_size`.
-
-    ``linear`` is for SGD (Goyal et al. 2017, section 2.1). ``sqrt`` keeps the variance of the update
-    (Krizhevsky 2014, section 5) and is the rule for Adam (Malladi et al. 2022, definition 5.2).
-
-    Raises:
-        ValueError: another rule.
-    """
-    ratio = batch_size / base_batch_size
-    if rule == "linear":
-        return ratio
-    if rule == "sqrt":
-        return math.sqrt(ratio)
-    raise ValueError(f"lr scaling rule = {rule!r}: must be linear or sqrt")
