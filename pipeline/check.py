@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pipeline.cluster.world import World, resolve_world
 from pipeline.job.options import CheckOptions, parse_options
 from pipeline.job.problems import EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem
-from pipeline.job.report import console, describe, problem_lines, verdict
+from pipeline.job.report import console, describe, print_problems, verdict
 from pipeline.job.resolve import examine
 
 
@@ -23,7 +23,7 @@ def main(args: Sequence[str] | None = None) -> int:
             sys.argv[1:] if args is None else args, CheckOptions, "python -m pipeline.check"
         )
     except JobError as error:
-        console(stderr=True).print(problem_lines(error.problems))
+        print_problems(console(stderr=True), error.problems)
         return EXIT_WRONG_JOB
     world, problems = _world(options)
     draft = examine(options, world, problems)
@@ -31,8 +31,7 @@ def main(args: Sequence[str] | None = None) -> int:
     out.print(describe(draft))
     if options.print_config and draft.job is not None:
         print(json.dumps(draft.job.deepspeed, indent=2))
-    if draft.problems:
-        out.print(problem_lines(draft.problems))
+    print_problems(out, draft.problems)
     out.print(verdict(draft))
     return EXIT_FINISHED if draft.job is not None else EXIT_WRONG_JOB
 

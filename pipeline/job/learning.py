@@ -39,6 +39,7 @@ def resolve_learning(facts: Facts, train_steps: int | None, batch: Batch | None)
         Undecided: a key or the batch that is needed has a problem of its own.
     """
     lr = facts.config.get("optimizer.params.lr", AUTO)
+    facts.config.get("scheduler.type")  # undecided if it was refused already
     result = build_schedule(
         facts.config.get("scheduler"),
         optimizer_lr=None if lr == AUTO else lr,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -144,7 +144,7 @@ def from_run_file(path: Path, kind: type[O] = Options) -> O:
         JobError: the file is missing, is no run.json, or has an option that does not exist.
     """
     try:
-        saved = json.loads(path.read_text(encoding="utf-8"))["options"]
+        saved = dict(json.loads(path.read_text(encoding="utf-8"))["options"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         rule = f"cannot be read as a {RUN_FILE} ({type(error).__name__}: {error})"
         raise JobError([Problem("config", str(path), rule, f"Give the {RUN_FILE} of a run")]) from error
@@ -155,14 +155,32 @@ def from_json(saved: dict[str, Any], kind: type[O] = Options, source: str = RUN_
     """Options from what `Options.to_json` gave.
 
     Raises:
-        JobError: unknown names; all of them are listed.
+        JobError: unknown names and wrong types; all of them are listed.
     """
-    known = {field.name for field in fields(kind)}
-    problems = [
-        Problem(f"{source}: options.{key}", value, "there is no such option", did_you_mean(key, known))
-        for key, value in saved.items()
-        if key not in known
-    ]
+    kinds = get_type_hints(kind)
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()}
+    problems = []
+    for key, value in values.items():
+        if key not in kinds:
+            rule, remedy = "there is no such option", did_you_mean(key, kinds)
+        elif not _fits(kinds[key], value):
+            rule, remedy = f"must be {kinds[key]}", "Correct the file"
+        else:
+            continue
+        problems.append(Problem(f"{source}: options.{key}", value, rule, remedy))
     if problems:
         raise JobError(problems)
-    return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()})
+    return kind(**values)
+
+
+def _fits(kind: Any, value: object) -> bool:
+    """Whether a value read from JSON has the type of an option."""
+    if kind is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+    if get_args(kind):  # a union
+        return any(_fits(part, value) for part in get_args(kind))
+    return isinstance(value, kind)

@@ -32,10 +32,11 @@ def describe(draft: Draft) -> RenderableType:
     return Group(*_sections(draft))
 
 
-def problem_lines(problems: Sequence[Problem]) -> RenderableType:
-    """Errors first, each with its remedy on a line of its own."""
-    ordered = sorted(problems, key=lambda problem: problem.severity)
-    return Group(*(_problem(problem) for problem in ordered))
+def print_problems(out: Console, problems: Sequence[Problem]) -> None:
+    """Errors first, each with its remedy on a line of its own. Long lines are left to the terminal, so
+    that a search in the output finds whole sentences."""
+    for problem in sorted(problems, key=lambda problem: problem.severity):
+        out.print(_problem(problem), soft_wrap=True)
 
 
 def verdict(draft: Draft) -> Text:

@@ -1,0 +1,146 @@
+"""Each rule is provoked once, by a job that breaks it; and a job that keeps all of them has no problem."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.job.rules import RULES
+from tests.job.drafts import A100, CPU, V100, draft, found, world
+
+ADAM = {"type": "AdamW", "params": {}}
+
+# rule, JSON, world (slots and device), options, key, part of the text
+CASES: list[tuple[str, dict[str, Any], tuple, dict[str, Any], str, str]] = [
+    ("model", {}, ((2,), CPU), {"model": "gpt5"}, "model", "gpt5"),
+    ("world", {"pipeline": {"stages": 2}}, ((3,), CPU), {}, "world size",
+     "2 (pipeline) * 1 (sequence) * 1 (tensor) = 2; 3 / 2 is not whole"),
+    ("tensor in host", {"tensor_parallel": {"autotp_size": 2}}, ((3, 3), CPU), {},
+     "tensor_parallel.autotp_size", "spans hosts (a host ends after rank 2)"),
+    ("tensor divides", {"tensor_parallel": {"autotp_size": 3}}, ((3,), CPU), {},
+     "tensor_parallel.autotp_size", "must divide attention heads 4, kv heads 4 of tiny. Use 1, 2 or 4"),
+    ("sequence divides", {"sequence_parallel_size": 2}, ((2,), CPU), {"seq_length": 33},
+     "sequence_parallel_size", "must divide the sequence length 33. Use another size, or --seq_length 32"),
+    ("sequence and heads", {"sequence_parallel_size": 8}, ((8,), CPU), {},
+     "sequence_parallel_size", "must divide the 4 attention heads of a rank (4 / 1 tensor)"),
+    ("sequence and kv heads", {"sequence_parallel_size": 7}, ((7,), A100),
+     {"model": "qwen2-7b", "seq_length": 7}, "sequence_parallel_size", "the 4 kv heads of a rank"),
+    ("positions", {}, ((2,), CPU), {"seq_length": 1025}, "seq_length", "longer than the 1024 positions"),
+    ("dualpipev", {"pipeline": {"schedule": "dualpipev"}}, ((2,), CPU), {},
+     "pipeline.schedule", "at least 2 pipeline stages"),
+    ("partition", {"pipeline": {"stages": 2, "partition": [4, 4]}}, ((2,), CPU), {},
+     "pipeline.partition", "adds up to 8, and the model has 7 layers"),
+    ("partition", {"pipeline": {"stages": 8}}, ((8,), CPU), {}, "pipeline.stages", "6 layers with weights"),
+    ("partition method", {"pipeline": {"partition": "uniform"}}, ((2,), CPU), {},
+     "pipeline.partition", "at least 2 pipeline stages"),
+    ("batch", {"train_batch_size": 7}, ((2,), CPU), {}, "train_batch_size", "7 / 2 leaves 1"),
+    ("micro-batches", {"pipeline": {"stages": 2, "schedule": "dualpipev"},
+                       "gradient_accumulation_steps": 3}, ((2,), CPU), {},
+     "gradient_accumulation_steps", "2 * 2 stages = 4, and there are 3"),
+    ("micro-batches", {"pipeline": {"stages": 2}, "gradient_accumulation_steps": 1}, ((2,), CPU), {},
+     "gradient_accumulation_steps", "leave stages idle"),
+    ("ZeRO and pipeline", {"zero_optimization": {"stage": 2}, "pipeline": {"stages": 2}}, ((2,), CPU), {},
+     "zero_optimization.stage", "must be 0 or 1 with 2 pipeline stages"),
+    ("ZeRO keys", {"zero_optimization": {"stage": 1, "stage3_max_live_parameters": 1}}, ((2,), CPU), {},
+     "zero_optimization.stage3_max_live_parameters", "acts at ZeRO stage 3, and the stage is 1"),
+    ("ZeRO keys", {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, ((2,), CPU), {},
+     "zero_optimization.offload_optimizer.device", "acts at ZeRO stage 1, 2 or 3, and the stage is 0"),
+    ("ZeRO keys", {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, ((2,), CPU), {},
+     "zero_optimization.offload_param.device", "acts at ZeRO stage 3"),
+    ("NVMe", {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, ((2,), CPU), {},
+     "zero_optimization.offload_param.device", "needs nvme_path"),
+    ("NVMe", {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "buffer_count": 4}}},
+     ((2,), CPU), {}, "zero_optimization.offload_param.buffer_count", "acts with device nvme, not cpu"),
+    ("NVMe", {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": "/"}}},
+     ((2,), CPU), {}, "zero_optimization.offload_optimizer.device", "nvme needs ZeRO stage 3"),
+    ("aio", {"aio": {"queue_depth": 4}}, ((2,), CPU), {}, "aio", "offload to nvme only"),
+    ("offload ratio", {"zero_optimization": {"stage": 3, "offload_optimizer": {"ratio": 0.5}}}, ((2,), CPU),
+     {}, "zero_optimization.offload_optimizer.ratio", "acts with device cpu"),
+    ("ZeRO keys", {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+     ((2,), CPU), {}, "zero_optimization.offload_optimizer.ratio", "acts at ZeRO stage 3"),
+    ("offload and pipeline", {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+                              "pipeline": {"stages": 2}}, ((2,), CPU), {},
+     "zero_optimization.offload_optimizer.device", "must be none with 2 pipeline stages"),
+    ("overlap and pipeline", {"zero_optimization": {"stage": 1, "overlap_comm": True},
+                              "pipeline": {"stages": 2}}, ((2,), CPU), {},
+     "zero_optimization.overlap_comm", "not possible with 2 pipeline stages"),
+    ("second shard", {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}, ((4,), CPU), {},
+     "zero_optimization.zero_hpz_partition_size", "must divide the 4 ranks"),
+    ("bf16 at stage 1", {"zero_optimization": {"stage": 1, "reduce_bucket_size": 100},
+                         "bf16": {"enabled": True}}, ((2,), A100), {"model": "tiny"},
+     "zero_optimization.reduce_bucket_size", "does not act at stage 1"),
+    ("one precision", {"bf16": {"enabled": True}, "fp16": {"enabled": True}}, ((2,), A100), {},
+     "fp16.enabled", "excludes bf16.enabled"),
+    ("fp16 and CUDA", {"fp16": {"enabled": True}}, ((2,), CPU), {}, "fp16.enabled", "needs CUDA"),
+    ("native bf16", {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}, ((2,), V100), {},
+     "bf16.enabled", "Tesla V100 emulates bf16"),
+    ("bf16 at stage 0", {"bf16": {"enabled": True}}, ((2,), A100), {},
+     "data_types.grad_accum_dtype", "must be bf16 at ZeRO stage 0"),
+    ("fp16 at stage 0", {"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+     ((2,), A100), {}, "data_types.grad_accum_dtype", "must be fp16 at ZeRO stage 0"),
+    ("accumulation", {"data_types": {"grad_accum_dtype": "bf16"}}, ((2,), CPU), {},
+     "data_types.grad_accum_dtype", "must be fp32 or the weights' fp32"),
+    ("optimizer parameters", {"optimizer": {"params": {"momentum": 0.9}}}, ((2,), CPU), {},
+     "optimizer.params.momentum", "is not a parameter of AdamW. Remove it, or use SGD"),
+    ("torch_adam", {"optimizer": {"params": {"torch_adam": False}}}, ((2,), CPU), {},
+     "optimizer.params.torch_adam", "torch's Adam is the one used"),
+    ("betas", {"optimizer": {"params": {"betas": [0.9, 1.0]}}}, ((2,), CPU), {},
+     "optimizer.params.betas", "two numbers below 1"),
+    ("nesterov", {"optimizer": {"type": "SGD", "params": {"lr": 1, "nesterov": True}}}, ((2,), CPU), {},
+     "optimizer.params.nesterov", "needs momentum above 0"),
+    ("lr scaling", {"lr_scaling": {"rule": "linear"}}, ((2,), CPU), {},
+     "lr_scaling.base_batch_size", "is needed by rule linear"),
+    ("lr scaling", {"lr_scaling": {"base_batch_size": 4}}, ((2,), CPU), {},
+     "lr_scaling.base_batch_size", "does nothing with rule none"),
+    ("schedule", {"scheduler": {"type": "WarmupDecayLR", "params": {
+        "total_num_steps": 5, "warmup_num_steps": 9}}}, ((2,), CPU), {},
+     "scheduler.params.total_num_steps", "too short"),
+    ("SGD's rate", {"optimizer": {"type": "SGD"}}, ((2,), CPU), {}, "optimizer.params.lr", "meant for AdamW"),
+    ("one run length", {}, ((2,), CPU), {"train_steps": 3, "train_tokens": 9}, "train_tokens", "second time"),
+    ("evaluation", {}, ((2,), CPU), {"eval_fraction": 0.0}, "eval_fraction", "nothing to evaluate"),
+    ("sample", {}, ((2,), CPU), {"sample_prompt": ""}, "sample_prompt", "at least one character"),
+    ("data", {}, ((2,), CPU), {"data": ("/no/such/file",)}, "data", "no such file or folder"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=[f"{case[0]}-{index}" for index, case in enumerate(CASES)])
+def test_a_broken_rule_is_reported(case: tuple, tmp_path: Path) -> None:
+    _, config, (slots, device), options, key, text = case
+    made = draft(tmp_path, config, world(*slots, device=device), **options)
+    problems = found(made.problems, key)
+    assert any(text in str(problem) for problem in problems), [str(p) for p in made.problems]
+    assert all(problem.remedy for problem in problems)
+    assert (made.job is None) == bool(made.errors)
+
+
+def test_every_rule_has_a_case() -> None:
+    # These two need a file beside the JSON and have tests of their own.
+    elsewhere = {"run length", "output folder"}
+    assert {rule.name for rule in RULES} - {case[0] for case in CASES} == elsewhere
+    assert len({rule.name for rule in RULES}) == len(RULES)
+
+
+def test_warnings_do_not_refuse_the_job(tmp_path: Path) -> None:
+    made = draft(tmp_path, {"tensor_parallel": {"autotp_size": 2}}, world(3, 3))
+    assert [problem.severity for problem in made.problems] == ["warning"]
+    assert made.job is not None and made.job.problems == tuple(made.problems)
+
+
+def test_a_model_from_a_file_needs_a_length_and_a_batch(tmp_path: Path) -> None:
+    config = {
+        "model_type": "gpt2",
+        "n_embd": 32,
+        "n_head": 2,
+        "n_layer": 2,
+        "n_positions": 64,
+        "vocab_size": 300,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    made = draft(tmp_path, {"optimizer": {"params": {"lr": 0.1}}}, model=str(tmp_path / "config.json"))
+    assert {problem.key.split(" (")[0] for problem in made.problems} == {"train_batch_size", "train_steps"}
+    config = {"optimizer": {"params": {"lr": 0.1}}, "train_batch_size": 4}
+    made = draft(tmp_path, config, model=str(tmp_path), train_steps=5)
+    assert made.job is not None and made.job.batch.sequence_length == 64

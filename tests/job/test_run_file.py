@@ -1,0 +1,74 @@
+"""run.json: written, read back, and a guard of its folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.job.job import Job
+from pipeline.job.options import parse_options
+from pipeline.job.run_file import write_run_file
+from tests.job.drafts import draft, found, world
+
+
+def started(folder: Path, **options: Any) -> Job:
+    """A job whose run.json lies in folder/run."""
+    job = draft(folder, {}, **options).job
+    assert job is not None
+    write_run_file(job)
+    return job
+
+
+def test_holds_options_and_json(tmp_path: Path) -> None:
+    job = started(tmp_path, seed=7)
+    saved = json.loads((tmp_path / "run" / "run.json").read_text(encoding="utf-8"))
+    assert saved["options"]["seed"] == 7
+    assert saved["deepspeed_json"] == {} and saved["deepspeed"] == job.deepspeed
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.json"]
+
+
+def test_gives_the_options_back(tmp_path: Path) -> None:
+    job = started(tmp_path, seed=7, data=(str(tmp_path),), train_steps=9)
+    path = str(tmp_path / "run" / "run.json")
+    assert replace(parse_options(["--config", path]), config=None) == job.options
+    assert parse_options([f"--config={path}", "--train_steps", "10"]).train_steps == 10
+
+
+@pytest.mark.parametrize(
+    "change", [{"seed": 2}, {"seq_length": 32}, {"dropout": 0.1}, {"eval_fraction": 0.1}]
+)
+def test_a_folder_of_another_run_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    started(tmp_path)
+    (problem,) = found(draft(tmp_path, {}, **change).problems, "output_dir")
+    (name,) = change
+    assert name in problem.rule and "there" in problem.rule and "here" in problem.rule
+
+
+def test_another_model_names_its_sizes(tmp_path: Path) -> None:
+    started(tmp_path)
+    (problem,) = found(draft(tmp_path, {}, model="gpt2-124m").problems, "output_dir")
+    assert "model.hidden_size 96 there, 768 here" in problem.rule
+
+
+def test_layout_batch_and_length_may_change(tmp_path: Path) -> None:
+    started(tmp_path)
+    config = {"pipeline": {"stages": 2}, "train_batch_size": 32, "zero_optimization": {"stage": 1}}
+    assert draft(tmp_path, config, world(4), train_steps=3).job is not None
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"identity": 3}', '{"identity": null}'])
+def test_a_broken_run_file_is_a_problem(text: str, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text(text, encoding="utf-8")
+    (problem,) = found(draft(tmp_path, {}).problems, "output_dir")
+    assert "cannot be read" in problem.rule
+
+
+def test_a_file_in_place_of_the_folder_is_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("", encoding="utf-8")
+    (problem,) = found(draft(tmp_path, {}).problems, "output_dir")
+    assert problem.rule == "is a file"

@@ -1,0 +1,129 @@
+"""Names, types, ranges and "auto" of single keys, and that every key of DeepSpeed was decided on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipeline.job.foreign_keys import REFUSED, REMOVED
+from pipeline.job.json_reader import Document
+from pipeline.job.schema import KEYS
+from pipeline.job.validate import validate
+
+
+def check(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    kept, problems = validate(Document("f.json", values))
+    return kept, [str(problem) for problem in problems]
+
+
+def nested(path: str, value: Any) -> dict[str, Any]:
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    return value
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "text"),
+    [
+        ("gradient_clipp1ng", 1, "The nearest name is gradient_clipping"),
+        ("zero_optimization.overlapcomm", True, "The nearest name is overlap_comm"),
+        ("data_types.grad_acum_dtype", "fp32", "The nearest name is grad_accum_dtype"),
+        ("lr", 0.1, "It belongs at optimizer.params.lr"),
+        ("pipeline.nonsense", 1, "Choose from partition, schedule, stages"),
+        ("train_batch_size", 0, "must be at least 1"),
+        ("train_batch_size", -4, "must be at least 1"),
+        ("train_batch_size", 1.5, "must be a whole number, not a number"),
+        ("train_batch_size", "16", "must be a whole number, not a string"),
+        ("train_batch_size", True, "must be a whole number, not true or false"),
+        ("gradient_clipping", -1, "must be at least 0"),
+        ("gradient_clipping", "auto", '"auto" is resolved for batch sizes'),
+        ("zero_optimization", True, "must be an object"),
+        ("zero_optimization.stage", 4, "at most 3"),
+        ("zero_optimization.stage", "auto", '"auto" is resolved'),
+        ("zero_optimization.reduce_bucket_size", "auto", '"auto" is resolved'),
+        ("zero_optimization.offload_optimizer.device", "gpu", "must be one of none, cpu, nvme"),
+        ("bf16.enabled", 1, "must be true or false"),
+        ("bf16", None, "must be an object {...}, not null"),
+        ("optimizer.type", "Lamb", "must be one of AdamW, Adam, SGD"),
+        ("optimizer.params.lr", -0.1, "must be at least 0"),
+        ("optimizer.params.eps", 0, "must be above 0"),
+        ("optimizer.params.betas", [0.9, "x"], "must be a list of numbers"),
+        ("optimizer.params.max_grad_norm", 1, "Use gradient_clipping"),
+        ("scheduler.type", "WarmupLr", "must be one of WarmupLR"),
+        ("pipeline.partition", "best", '"parameters", "uniform" or a list'),
+        ("pipeline.stages", 0, "must be at least 1"),
+        ("activation_checkpointing.partition_activations", True, "recomputed by this pipeline"),
+        ("prescale_gradients", True, "changes the scale of gradients"),
+        ("flops_profiler", {"enabled": True}, "never reports under pipelines"),
+        ("elasticity", {}, "DeepSpeed 0.19 has removed this key"),
+        ("zero_optimization.mics_shard_size", 2, "DeepSpeed 0.19 has removed this key"),
+    ],
+)
+def test_refuses(path: str, value: Any, text: str) -> None:
+    kept, problems = check(nested(path, value))
+    assert len(problems) == 1
+    assert text in problems[0]
+    assert problems[0].startswith(f"error: {path} (f.json) = {value!r}")
+    block: Any = kept
+    for name in path.split(".")[:-1]:
+        block = block[name]
+    assert path.split(".")[-1] not in block
+
+
+def test_names_all_problems_at_once() -> None:
+    _, problems = check({"a": 1, "bf16": {"enabled": 2, "b": 3}, "train_batch_size": 0})
+    assert len(problems) == 4
+
+
+def test_takes_whole_floats_as_integers() -> None:
+    kept, problems = check({"zero_optimization": {"reduce_bucket_size": 5e8}})
+    assert problems == []
+    assert type(kept["zero_optimization"]["reduce_bucket_size"]) is int
+
+
+def test_takes_auto_where_it_is_resolved() -> None:
+    paths = [path for path, key in KEYS.items() if key.auto]
+    assert "train_batch_size" in paths and "bf16.enabled" in paths and "optimizer.params.lr" in paths
+    for path in paths:
+        assert check(nested(path, "auto"))[1] == []
+
+
+def test_every_key_has_its_block() -> None:
+    for path in [*KEYS, *REFUSED, *REMOVED]:
+        block = path.rpartition(".")[0]
+        assert not block or KEYS[block].kind == "object", path
+    assert not KEYS.keys() & REFUSED.keys() and not KEYS.keys() & REMOVED.keys()
+
+
+@pytest.mark.slow
+def test_every_key_of_deepspeed_is_taken_refused_or_removed() -> None:
+    from deepspeed.runtime import config
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.runtime.zero.offload_config import (
+        DeepSpeedZeroOffloadOptimizerConfig,
+        DeepSpeedZeroOffloadParamConfig,
+    )
+
+    blocks = {
+        "zero_optimization": DeepSpeedZeroConfig,
+        "zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
+        "zero_optimization.offload_param": DeepSpeedZeroOffloadParamConfig,
+        "bf16": DeepSpeedBF16Config,
+        "fp16": DeepSpeedFP16Config,
+        "tensor_parallel": TPTrainingConfig,
+    }
+    decided = KEYS.keys() | REFUSED.keys() | REMOVED.keys()
+    names = {
+        f"{block}.{field.alias or name}"
+        for block, model in blocks.items()
+        for name, field in model.model_fields.items()
+    }
+    assert names - decided == set()
+    zero = "zero_optimization."
+    removed = {*config._REMOVED_TOP_LEVEL_CONFIG_KEYS, *(zero + k for k in config._REMOVED_ZERO_CONFIG_KEYS)}
+    assert removed <= REMOVED.keys()
+    passed = {path for path, key in KEYS.items() if key.passed and path.rpartition(".")[0] in blocks}
+    assert passed - names == set()

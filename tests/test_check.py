@@ -1,0 +1,106 @@
+"""The check as users run it: its text, its exit codes, its speed, and that it imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.check import main
+
+PROJECT = Path(__file__).resolve().parents[1]
+CLUSTER = "".join(f"node{index} slots=8\n" for index in range(1, 5))
+# What takes seconds to import, or drags it in.
+HEAVY = {"torch", "deepspeed", "transformers", "datasets", "pandas", "scipy"}
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-X", "importtime", "-m", "pipeline.check", *arguments]
+    return subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False, timeout=60)
+
+
+def imported(stderr: str) -> set[str]:
+    """Top-level modules in the output of -X importtime."""
+    lines = [line for line in stderr.splitlines() if line.startswith("import time:")]
+    return {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
+
+
+def test_a_good_job_exits_with_0_and_imports_no_torch(tmp_path: Path) -> None:
+    done = run("--output_dir", str(tmp_path), "--world_size", "2", "--model", "tiny")
+    assert done.returncode == 0, done.stderr
+    assert "This job can start." in done.stdout
+    names = imported(done.stderr)
+    assert "rich" in names  # the list is a list
+    assert not names & HEAVY
+
+
+def test_is_quick(tmp_path: Path) -> None:
+    """Under a second of processor time; wall-clock time on a busy machine says little."""
+    command = [sys.executable, "-m", "pipeline.check", "--output_dir", str(tmp_path), "--model", "gpt3-175b"]
+    before, start = os.times(), time.monotonic()
+    subprocess.run(command, cwd=PROJECT, capture_output=True, check=True, timeout=60)
+    after = os.times()
+    used = after.children_user + after.children_system - before.children_user - before.children_system
+    assert min(used, time.monotonic() - start) < 1.0
+
+
+def test_prints_the_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "hosts").write_text(CLUSTER, encoding="utf-8")
+    config = str(PROJECT / "ds_configs" / "four_way.json")
+    arguments = ["--hostfile", str(tmp_path / "hosts"), "--deepspeed_config", config, "--model", "gpt2-124m"]
+    assert main([*arguments, "--output_dir", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    for text in (
+        "32 on node1 x 8, node2 x 8, node3 x 8, node4 x 8; cuda, bf16 native",
+        "32 = 2 pipeline x 4 data x 2 sequence x 2 tensor",
+        "node1, stage 0  [0 1 | 2 3] [4 5 | 6 7]",
+        "node4, stage 1  [24 25 | 26 27] [28 29 | 30 31]",
+        "124,439,808 parameters",
+        "512 sequences = 16 micro-batch x 8 accumulation x 4 data; x 1024 tokens = 524,288 tokens",
+        "bf16 (cuda computes bf16 natively), gradients summed in fp32",
+        "WarmupCosineLR(lr=0.0006, total_num_steps=4747",
+    ):
+        assert text in shown, shown
+    rows = [line.split() for line in shown.splitlines() if "blocks" in line]
+    assert [row[0] for row in rows] == ["0", "1"]
+    # Both stages hold the tied embedding.
+    assert sum(int(row[-1].replace(",", "")) for row in rows) == 124_475_904 + 50304 * 768
+
+
+def test_prints_all_problems_and_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "ds.json"
+    config.write_text(
+        '{"zero_optimization": {"stage": 2}, "pipeline": {"stages": 2}, "x": 1}', encoding="utf-8"
+    )
+    arguments = ["--deepspeed_config", str(config), "--hostfile", "/no/such/hostfile", "--model", "tiny"]
+    assert main([*arguments, "--seq_length", "4096", "--output_dir", str(tmp_path)]) == 2
+    shown = " ".join(capsys.readouterr().out.split())
+    for text in (
+        "hostfile = '/no/such/hostfile'",
+        f"x ({config}:1) = 1: there is no such key",
+        f"zero_optimization.stage ({config}:1) = 2: must be 0 or 1 with 2 pipeline stages",
+        "seq_length = 4096: is longer than the 1024 positions",
+        "This job cannot start: 4 errors.",
+    ):
+        assert text in shown, shown
+
+
+def test_print_config_prints_what_deepspeed_receives(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(["--print_config", "--world_size", "2", "--model", "tiny", "--output_dir", str(tmp_path)]) == 0
+    )
+    shown = capsys.readouterr().out
+    printed = shown[shown.index("{\n") : shown.rindex("}\n") + 1]
+    assert json.loads(printed)["train_micro_batch_size_per_gpu"] == 8
+
+
+def test_a_broken_run_file_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config", str(tmp_path / "run.json")]) == 2
+    assert "cannot be read as a run.json" in capsys.readouterr().err
