@@ -130,7 +130,7 @@ def test_a_damaged_line_inside_is_an_error_that_names_it_and_keeps_the_file(tmp_
     lines = path.read_bytes().splitlines(keepends=True)
     damaged = lines[0] + lines[1][:30] + b"\n" + lines[2]
     path.write_bytes(damaged)
-    with pytest.raises(ValueError, match="metrics.jsonl, line 2: not a metrics object"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2: not a metrics object"):
         MetricsFile(path, resume_step=3)
     assert path.read_bytes() == damaged
     assert list(tmp_path.iterdir()) == [path]
@@ -161,7 +161,7 @@ def test_a_crash_while_repairing_leaves_the_old_file(tmp_path, monkeypatch):
     def crash(*_: object) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("os.replace", crash)
+    monkeypatch.setattr(Path, "replace", crash)
     with pytest.raises(OSError, match="no space"):
         MetricsFile(path, resume_step=4)
     assert path.read_bytes() == before

@@ -1,0 +1,131 @@
+"""DeepSpeed's monitors write the job's own numbers, and one row per step over several starts."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from pipeline.training.metrics import StepMetrics
+
+ROOT = Path(__file__).parents[2]
+
+# A start takes 6 steps and dies after a save at step 4; the next one continues from there to step 8.
+# In a process of its own, because DeepSpeed's communication backend is process-wide.
+JOB = """
+    import sys
+    from pathlib import Path
+    import deepspeed, deepspeed.comm.torch
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
+    from pipeline.job.monitors import resolved_monitors
+    from pipeline.training.metrics import EvalMetrics, StepMetrics
+    from pipeline.training.monitors import Monitors
+
+    folder = Path(sys.argv[1])
+    deepspeed.init_distributed(
+        "gloo", auto_mpi_discovery=False, init_method=f"file://{folder}/store", rank=0, world_size=1
+    )
+    config = {key: {"enabled": True, "job_name": "job"} for key in ("tensorboard", "csv_monitor")}
+    config["wandb"] = {"enabled": True, "project": "p", "group": "g", "team": "t"}
+
+    def train(first, last, offset):
+        monitors = Monitors(resolved_monitors(config, str(folder / "run")), resume_step=first - 1)
+        for step in range(first, last + 1):
+            loss = step + offset
+            skipped = step == 3
+            monitors.step(StepMetrics(step, loss, 1.5, 1e-3, 64 * step, 0.5, 128.0, 2.0, None, 0.0, skipped))
+            if step % 2 == 0:
+                monitors.evaluation(EvalMetrics(step, loss + 0.25))
+        monitors.close()
+
+    train(1, 6, offset=100.0)
+    with (folder / "run/csv_monitor/job/train_loss.csv").open("a") as file:
+        file.write("7,10")  # torn by a crash
+    train(5, 8, offset=200.0)
+"""
+
+# Stands in for the package, which needs an account: keeps what it is called with.
+WANDB = """
+    import json, os
+
+    def _keep(**call):
+        with open(os.path.join(os.path.dirname(__file__), "calls.jsonl"), "a") as file:
+            file.write(json.dumps(call) + "\\n")
+
+    def init(**arguments):
+        _keep(init=arguments)
+
+    def log(data, step=None, commit=None):
+        _keep(data=data, step=step)
+"""
+
+LOSSES = {1: 101.0, 2: 102.0, 3: 103.0, 4: 104.0, 5: 205.0, 6: 206.0, 7: 207.0, 8: 208.0}
+EVAL_LOSSES = {2: 102.25, 4: 104.25, 6: 206.25, 8: 208.25}
+NAMES = {
+    *("loss", "grad_norm", "lr", "tokens", "step_time", "tokens_per_second"),
+    *("tflops_per_device", "data_time", "skipped"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """The folder in which the two starts have written."""
+    folder = tmp_path_factory.mktemp("monitors")
+    (folder / "wandb.py").write_text(textwrap.dedent(WANDB))
+    (folder / "job.py").write_text(textwrap.dedent(JOB))
+    subprocess.run(
+        [sys.executable, folder / "job.py", folder],
+        cwd=folder,
+        env={"PYTHONPATH": f"{ROOT}:{folder}", "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
+        check=True,
+        timeout=120,
+    )
+    return folder
+
+
+def table(path: Path) -> tuple[list[str], dict[int, float]]:
+    header, *rows = csv.reader(path.open())
+    assert len({row[0] for row in rows}) == len(rows), "a step comes twice"
+    return header, {int(step): float(value) for step, value in rows}
+
+
+def test_csv_has_one_header_and_one_row_per_step(folder):
+    files = folder / "run/csv_monitor/job"
+    assert {path.name for path in files.iterdir()} == {f"train_{n}.csv" for n in NAMES} | {"eval_loss.csv"}
+    assert table(files / "train_loss.csv") == (["step", "loss"], LOSSES)
+    assert table(files / "eval_loss.csv") == (["step", "loss"], EVAL_LOSSES)
+    assert table(files / "train_skipped.csv")[1] == {step: float(step == 3) for step in LOSSES}
+    assert table(files / "train_tokens.csv")[1] == {step: 64.0 * step for step in LOSSES}
+
+
+def test_tensorboard_shows_each_step_once(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "run/tensorboard/job"), {"scalars": 0})
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == {f"train/{name}" for name in NAMES} | {"eval/loss"}
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == list(LOSSES.items())
+    assert [(e.step, e.value) for e in events.Scalars("eval/loss")] == list(EVAL_LOSSES.items())
+
+
+def test_wandb_is_called_with_the_projects_names_and_the_losses(folder):
+    calls = [json.loads(line) for line in (folder / "calls.jsonl").read_text().splitlines()]
+    inits = [call["init"] for call in calls if "init" in call]
+    assert inits == [{"project": "p", "group": "g", "entity": "t"}] * 2  # a new run for each start
+    second = calls[calls.index({"init": inits[1]}, 1) :]
+    losses = {c["step"]: c["data"]["train/loss"] for c in second if "train/loss" in c.get("data", {})}
+    assert losses == {step: LOSSES[step] for step in (5, 6, 7, 8)}
+
+
+def test_values_that_are_not_known_are_not_written():
+    from pipeline.training.monitors import step_events
+
+    metrics = StepMetrics(7, 2.0, 1.0, 1e-3, 64, 0.5, 128.0, 2.0, None, 0.0, skipped=True)
+    events = {name: (value, step) for name, value, step in step_events(metrics)}
+    assert "train/mfu" not in events
+    assert events["train/skipped"] == (1.0, 7)
