@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import pickle
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +17,7 @@ import pytest
 
 from tests import harness
 from tests.harness import RankFailure, init_deepspeed_distributed, run_job, run_ranks
+from tests.harness.processes import reserved_port
 from tests.harness.rank import STACKS_SIGNAL
 
 
@@ -147,11 +151,61 @@ def unpicklable_rank():
     return lambda: None
 
 
-def test_a_module_that_cannot_be_imported_is_a_failure():
+def test_a_function_inside_another_is_refused():
     def local() -> None: ...
 
-    with pytest.raises((AttributeError, TypeError), match="local"):
+    with pytest.raises((AttributeError, pickle.PicklingError), match="local"):
         run_ranks(local, 1)
+
+
+FRAGILE = """
+import os, threading, time
+if os.environ.get("FRAGILE") == "raise":
+    raise ImportError("told to fail")
+if os.environ.get("FRAGILE") == "thread":
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+
+def answer():
+    return 42
+"""
+
+
+def test_a_module_that_cannot_be_imported_or_starts_threads_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "fragile_module.py").write_text(FRAGILE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    answer = importlib.import_module("fragile_module").answer
+    assert run_ranks(answer, 1) == [42]
+    with pytest.raises(RankFailure, match="ImportError: told to fail"):
+        run_ranks(answer, 1, env={"FRAGILE": "raise"})
+    with pytest.raises(RankFailure, match="2 threads after importing fragile_module"):
+        run_ranks(answer, 1, env={"FRAGILE": "thread"})
+
+
+def test_a_reserved_port_serves_listeners_and_nobody_else():
+    with reserved_port() as port, socket.socket() as stranger, socket.socket() as store:
+        with pytest.raises(OSError, match="in use"):
+            stranger.bind(("", port))
+        store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        store.bind(("", port))
+        store.listen()
+
+
+def test_collectives_without_a_time_limit_of_their_own_get_the_group_timeout():
+    with pytest.raises(RankFailure, match=r"(?i)timed out"):
+        run_ranks(wait_in_subgroup, 2, group_timeout=2)
+
+
+def wait_in_subgroup() -> None:
+    import torch
+    import torch.distributed as dist
+
+    init_deepspeed_distributed(timeout=100)
+    group = dist.new_group([0, 1])
+    if dist.get_rank() == 0:
+        wait_for_godot()
+    dist.all_reduce(torch.ones(1), group=group)
 
 
 def leave_children(how: str) -> list[int]:
@@ -182,9 +236,10 @@ def test_nothing_is_left_after_a_hang():
 
 OUTLIVED = """
 import sys
-sys.path[:0] = {path!r}
-import harness, test_harness
-harness.run_ranks(test_harness.announce_and_hang, 2, {folder!r}, timeout=100)
+sys.path.insert(0, {root!r})
+from tests.harness import run_ranks
+from tests.test_harness import announce_and_hang
+run_ranks(announce_and_hang, 2, {folder!r}, timeout=100)
 """
 
 
@@ -196,8 +251,7 @@ def announce_and_hang(folder: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_outlives_the_test_process(tmp_path: Path, signal_number: int):
-    here = str(Path(__file__).parent)
-    script = OUTLIVED.format(path=[here], folder=str(tmp_path))
+    script = OUTLIVED.format(root=str(Path(__file__).parents[1]), folder=str(tmp_path))
     caller = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)
     wait_until(lambda: all((tmp_path / rank).exists() and (tmp_path / rank).read_text() for rank in "01"), 60)
     pids = [int(pid) for rank in "01" for pid in (tmp_path / rank).read_text().split()]

@@ -74,7 +74,7 @@ class ForkServer:
         started = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
             write_pickle(Path(folder, REQUEST_FILE), request)
-            self._exchange(folder, request.timeout + SERVER_MARGIN)
+            self._exchange(folder, request.timeout + SERVER_MARGIN, name)
             outcomes = Path(folder, OUTCOMES_FILE)
             if not outcomes.exists():
                 log = Path(folder, SUPERVISOR_LOG).read_text(errors="replace")
@@ -94,16 +94,15 @@ class ForkServer:
             self.process.wait()
         self.process = self.connection = None
 
-    def _exchange(self, folder: str, timeout: float) -> None:
+    def _exchange(self, folder: str, timeout: float, name: str) -> None:
         """Send the request, wait for the answer. Whatever interrupts the wait also ends the ranks."""
         if self.process is None:
             self._start()
         try:
             self.connection.settimeout(timeout)
             self.connection.sendall(f"{folder}\n".encode())
-            answer = self.connection.recv(16)
-            if answer != b"done\n":
-                raise RankFailure(f"the fork server has gone (answer {answer!r})", [])
+            if self.connection.recv(16) != b"done\n":
+                raise RankFailure(f"{name}: the fork server has gone; its last words are on stderr", [])
         except BaseException:  # Ctrl-C and the outer time limit of a test included
             self.stop()
             raise
@@ -164,6 +163,7 @@ def run_ranks(
     __tracebackhide__ = True
     started = time.monotonic()
     outcomes = execute(
+        function.__qualname__,
         function,
         world_size,
         args,
@@ -179,6 +179,7 @@ def run_ranks(
 
 
 def execute(
+    name: str,
     function: Callable[..., Any],
     world_size: int,
     args: tuple,
@@ -202,4 +203,4 @@ def execute(
         sys_path=list(sys.path),
         cwd=str(cwd or Path.cwd()),
     )
-    return _server().execute(request, function.__qualname__)
+    return _server().execute(request, name)

@@ -65,7 +65,9 @@ def run_job(
         RankFailure: the job hung; the message has every rank's stacks.
     """
     __tracebackhide__ = True
+    name = " ".join(["pretrain.py", *args])
     outcomes = execute(
+        name,
         _pretrain,
         world_size,
         (list(args),),
@@ -77,7 +79,7 @@ def run_job(
         cwd=cwd,
     )
     if any(outcome.state == "hung" for outcome in outcomes):
-        raise RankFailure(describe("pretrain.py " + " ".join(args), outcomes, timeout), outcomes)
+        raise RankFailure(describe(name, outcomes, timeout), outcomes)
     return JobResult(
         exit_codes=tuple(outcome.exit_code for outcome in outcomes),
         stdout=tuple(outcome.stdout for outcome in outcomes),

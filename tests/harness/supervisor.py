@@ -159,7 +159,7 @@ class _Watch:
         for rank in ranks:
             os.kill(self.pids[rank], STACKS_SIGNAL)
         deadline = time.monotonic() + STACKS_FALLBACK_DELAY + 1.0
-        while time.monotonic() < deadline and not all(self.files[r].stacks.stat().st_size for r in ranks):
+        while time.monotonic() < deadline and not all(_text(self.files[rank].stacks) for rank in ranks):
             time.sleep(POLL_INTERVAL)
         time.sleep(0.2)  # the files are no longer empty; let the last lines arrive
 
