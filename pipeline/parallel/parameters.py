@@ -1,0 +1,80 @@
+"""Parameters: drawn whole, then sliced. The one place that knows a parameter's name and its cut.
+
+The full tensor of each parameter is drawn from a generator seeded by (seed, parameter name), so initial
+weights are the same in every layout: no rank's draw depends on which other layers it holds. numpy draws
+them, because ZeRO-3's construction context replaces torch's constructors by ones in the compute type.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pipeline.parallel.context import Parallel
+
+
+class Cut(NamedTuple):
+    """How a parameter is divided over the tensor ranks.
+
+    Attributes:
+        full_shape: The shape at tensor size 1.
+        dim: The dimension that is cut into equal contiguous parts; None where every rank holds all.
+    """
+
+    full_shape: tuple[int, ...]
+    dim: int | None
+
+
+def cut_of(parameter: nn.Parameter) -> Cut:
+    """The cut that `ParameterFactory` made; every parameter of a model has one."""
+    return parameter.cut  # type: ignore[attr-defined,no-any-return]
+
+
+@dataclass(frozen=True)
+class ParameterFactory:
+    """Makes parameters under a name prefix, as ``make = factory.under("2").under("attention")``."""
+
+    seed: int
+    parallel: Parallel
+    prefix: str = ""
+
+    def under(self, name: str) -> ParameterFactory:
+        """The factory for a submodule called `name`."""
+        return replace(self, prefix=f"{self.prefix}{name}.")
+
+    def normal(self, name: str, shape: tuple[int, ...], std: float, dim: int | None = None) -> nn.Parameter:
+        """Drawn from N(0, std^2) for the full `shape`, then cut along `dim`."""
+        seeds = np.random.SeedSequence([self.seed, zlib.crc32(f"{self.prefix}{name}".encode())])
+        full = np.random.Generator(np.random.PCG64(seeds)).standard_normal(shape, dtype=np.float32)
+        return self._cut(torch.from_numpy(full * np.float32(std)), dim)
+
+    def constant(self, shape: tuple[int, ...], value: float, dim: int | None = None) -> nn.Parameter:
+        """Filled with `value`."""
+        return self._cut(torch.from_numpy(np.full(shape, value, dtype=np.float32)), dim)
+
+    def _cut(self, full: Tensor, dim: int | None) -> nn.Parameter:
+        mesh, here = self.parallel.mesh, self.parallel.coordinates
+        part = full if dim is None else full.chunk(mesh.tensor, dim)[here.tensor].contiguous()
+        parameter = nn.Parameter(part)
+        parameter.cut = Cut(tuple(full.shape), dim if mesh.tensor > 1 else None)  # type: ignore[attr-defined]
+        return parameter
+
+
+def mark_counted_once(module: nn.Module, parallel: Parallel) -> None:
+    """Mark which parameters this rank adds to the global gradient norm, so that each counts once.
+
+    DeepSpeed sums squared norms over pipeline x tensor ranks. It reads ``p.model_parallel`` (count here) on
+    ranks other than the first and ``p.ds_pipe_replicated`` (a tied copy, never count) in most of its
+    optimizers, but only the former in the fp32 clip without ZeRO. A cut parameter counts on every tensor
+    rank, a replicated one on tensor rank 0, a tied one on the stage that owns it.
+    """
+    first = parallel.coordinates.tensor == 0
+    for parameter in module.parameters():
+        replica = getattr(parameter, "ds_pipe_replicated", False)
+        counted = not replica and (first or cut_of(parameter).dim is not None)
+        parameter.model_parallel = counted  # type: ignore[attr-defined]

@@ -1,0 +1,65 @@
+"""Small host-side agreements between ranks at each step, over a gloo group that no device work can delay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from pipeline.data.batch import StepBatch, digest
+from pipeline.parallel.context import Parallel
+
+
+class BatchMismatch(RuntimeError):
+    """Ranks that must hold the same samples do not."""
+
+
+@dataclass(frozen=True)
+class StepAgreement:
+    """What all ranks know of a step before it runs.
+
+    Attributes:
+        tokens: Unmasked labels of the step in the whole job, each counted once.
+        stop: Some rank was asked to stop.
+    """
+
+    tokens: int
+    stop: bool
+
+
+def gather_rows(parallel: Parallel, *values: int) -> torch.Tensor:
+    """Every rank's int64 `values`, [world, values], on the CPU."""
+    mine = torch.tensor(values, dtype=torch.int64)
+    if parallel.control_group is None:
+        return mine.unsqueeze(0)
+    rows = [torch.empty_like(mine) for _ in range(parallel.mesh.world_size)]
+    dist.all_gather(rows, mine, group=parallel.control_group)
+    return torch.stack(rows)
+
+
+def agree_on_step(parallel: Parallel, batch: StepBatch, stop: bool, verify: bool) -> StepAgreement:
+    """Count the step's tokens, share a stop request and, where `verify`, compare the samples themselves.
+
+    Raises:
+        BatchMismatch: on every rank alike, naming the ranks that differ from their peers (ranks with the same
+            data index must read the same samples, in all stages, tensor and sequence slices).
+    """
+    tokens = sum(int(micro.mask.sum()) for micro in batch.micro_batches)
+    rows = gather_rows(parallel, tokens, int(stop), digest(batch) if verify else 0)
+    if verify:
+        _compare(parallel, rows[:, 2], batch)
+    # One rank of each data index speaks for its peers: stage 0, sequence 0, tensor 0.
+    speakers = parallel.mesh.grid[0, :, 0, 0].tolist()
+    return StepAgreement(tokens=int(rows[speakers, 0].sum()), stop=bool(rows[:, 1].any()))
+
+
+def _compare(parallel: Parallel, digests: torch.Tensor, batch: StepBatch) -> None:
+    odd = []
+    for peers in parallel.mesh.groups("pipeline", "sequence", "tensor"):
+        odd += [rank for rank in peers if digests[rank] != digests[peers[0]]]
+    if odd:
+        raise BatchMismatch(
+            f"the samples from {batch.first_sample} on differ between ranks that share a data index: ranks {odd} "
+            f"against the first of their peers; check that every host reads the same data files"
+        )

@@ -1,0 +1,44 @@
+"""Starting and ending torch.distributed as DeepSpeed needs it."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from typing import Literal
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+
+def start_distributed(device: Literal["cpu", "cuda"], local_rank: int, timeout: timedelta) -> None:
+    """Join the process group: NCCL on GPUs, gloo on CPUs.
+
+    Args:
+        device: Kind of device, as the job decided.
+        local_rank: This rank's GPU on its host.
+        timeout: How long a collective may wait for other ranks before it fails.
+    """
+    if device == "cuda":
+        torch.cuda.set_device(local_rank)
+    else:
+        _skip_inference_op()
+    backend = "nccl" if device == "cuda" else "gloo"
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=timeout)
+
+
+def stop_distributed() -> None:
+    """Leave the process group, if one was joined."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _skip_inference_op() -> None:
+    """Keep DeepSpeed from compiling its shared-memory op on CPUs.
+
+    The op serves inference. Its first build takes a minute or two and a compiler, and a process that is killed
+    meanwhile leaves a lock behind on which every later start waits for ever. The backend accepts None.
+    """
+    import deepspeed.comm.torch  # noqa: F401  (the name `deepspeed.comm.torch` is shadowed by `import torch`)
+
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]

@@ -1,0 +1,204 @@
+"""One face over DeepSpeed's two engines. Nothing outside this file and `build.py` knows which one runs."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeline.data.batch import MicroBatch
+from pipeline.job.job import Job
+from pipeline.parallel.context import Parallel
+from pipeline.parallel.dropout import DropoutClock
+from pipeline.parallel.ulysses import sequence_slice
+from pipeline.training.grad_norm import clip_global_norm
+from pipeline.training.loss import token_loss, weighted_labels
+
+
+class StepResult(NamedTuple):
+    """What one optimizer step did; every field is the same on every rank.
+
+    Attributes:
+        loss: Mean loss per unmasked token of the step, before the update.
+        grad_norm: Global gradient norm before clipping; infinite where an overflow was found.
+        lr: Learning rate of this update.
+        tokens: Unmasked tokens of the step in the whole job.
+        skipped: The update was not applied because of an overflow.
+    """
+
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    skipped: bool
+
+
+class TrainEngine(ABC):
+    """Trains one model in one layout.
+
+    Args:
+        job: The resolved job.
+        parallel: This rank's place in the mesh.
+        deepspeed: What `deepspeed.initialize` returned.
+        clock: The dropout clock that the model was built with.
+    """
+
+    def __init__(self, job: Job, parallel: Parallel, deepspeed: Any, clock: DropoutClock) -> None:
+        self.job, self.parallel, self.deepspeed, self.clock = job, parallel, deepspeed, clock
+        self.step = 0  # optimizer steps taken, overflows included
+        self._own_norm: Tensor | None = None
+        if job.precision.compute == "fp32" and job.zero_stage == 0:
+            self._clip_before_update()
+
+    @property
+    def module(self) -> nn.Module:
+        """The assembly of layers on this rank."""
+        return self.deepspeed.module  # type: ignore[no-any-return]
+
+    def train_step(self, batches: Sequence[MicroBatch], tokens: int) -> StepResult:
+        """Train on this data rank's micro-batches.
+
+        Args:
+            batches: As many as the job's accumulation steps, whole rows (not sliced over sequence ranks).
+            tokens: Unmasked labels of this step in the whole job.
+        """
+        self.step += 1
+        self.clock.step = self.step
+        lr = self.job.schedule(self.step)
+        for group in self.deepspeed.optimizer.param_groups:
+            group["lr"] = lr
+        loss = self._train(batches, tokens).item()
+        return StepResult(loss, self._grad_norm(), lr, tokens, not self.deepspeed.was_step_applied())
+
+    @torch.no_grad()
+    def eval_step(self, batches: Sequence[MicroBatch], tokens: int) -> float:
+        """The mean loss of `tokens` unmasked labels that the whole job holds in these micro-batches."""
+        self.module.eval()
+        loss = self._evaluate(batches, tokens).item()
+        self.module.train()
+        return loss
+
+    @torch.no_grad()
+    def next_token_logits(self, tokens: Tensor, position: int) -> Tensor:
+        """Logits after ``tokens[position]``, [vocabulary] fp32, on every rank.
+
+        `tokens` is [micro batch, sequence] with the text in row 0; what stands after `position` cannot
+        matter, because attention is causal. The rank that computed a slice of the vocabulary puts it into a
+        zero vector, and a sum over the world gives everyone the whole.
+        """
+        self.module.eval()
+        logits = self._logits(tokens)
+        self.module.train()
+        mesh, here = self.parallel.mesh, self.parallel.coordinates
+        whole = torch.zeros(self.job.model.padded_vocab_size, device=self.deepspeed.device)
+        length = tokens.shape[1] // mesh.sequence
+        if logits is not None and here.data == 0 and here.sequence == position // length:
+            row = logits[0, position % length].float()
+            whole[here.tensor * len(row) : (here.tensor + 1) * len(row)] = row
+        dist.all_reduce(whole)
+        return whole[: self.job.model.vocab_size]
+
+    @abstractmethod
+    def _train(self, batches: Sequence[MicroBatch], tokens: int) -> Tensor:
+        """Forward, backward and update; the step's loss, the same on every rank."""
+
+    @abstractmethod
+    def _evaluate(self, batches: Sequence[MicroBatch], tokens: int) -> Tensor:
+        """Forward only; the loss, the same on every rank."""
+
+    @abstractmethod
+    def _logits(self, tokens: Tensor) -> Tensor | None:
+        """Forward of one micro-batch; this rank's slice of the logits, None where there are none."""
+
+    def _inputs(self, batch: MicroBatch) -> Tensor:
+        return sequence_slice(batch.tokens, self.parallel).contiguous()
+
+    def _grad_norm(self) -> float:
+        norm = self._own_norm if self._own_norm is not None else self.deepspeed.get_global_grad_norm()
+        value = float(norm)
+        # ZeRO reports an overflow as -1.
+        return value if value >= 0.0 else math.inf
+
+    def _clip_before_update(self) -> None:
+        """Put our norm and clip between DeepSpeed's gradient reduction and its optimizer step.
+
+        DeepSpeed's own clip for this case is replaced: on a pipeline it would count other parameters, and
+        a second clip at the same maximum would shrink the gradients by another 1e-6 / maximum.
+        """
+        update = self.deepspeed._take_model_step
+        group = self.deepspeed.mpu.get_model_parallel_group()
+
+        def clip_and_update(*args: Any, **kwargs: Any) -> None:
+            self._own_norm = clip_global_norm(self.module, group, self.job.gradient_clipping)
+            update(*args, **kwargs)
+
+        self.deepspeed.clip_fp32_gradients = lambda: None
+        self.deepspeed._take_model_step = clip_and_update
+
+
+class SequentialEngine(TrainEngine):
+    """One pipeline stage, through `DeepSpeedEngine`."""
+
+    def __init__(self, job: Job, parallel: Parallel, deepspeed: Any, clock: DropoutClock) -> None:
+        super().__init__(job, parallel, deepspeed, clock)
+        self.loss_fn = token_loss(job.model, parallel)
+
+    def _train(self, batches: Sequence[MicroBatch], tokens: int) -> Tensor:
+        total = torch.zeros((), device=self.deepspeed.device)
+        for batch in batches:
+            loss = self._forward(batch, tokens, len(batches))
+            self.deepspeed.backward(loss)
+            self.deepspeed.step()
+            total += loss.detach()
+        return self._average(total, len(batches))
+
+    def _evaluate(self, batches: Sequence[MicroBatch], tokens: int) -> Tensor:
+        total = torch.zeros((), device=self.deepspeed.device)
+        for batch in batches:
+            total += self._forward(batch, tokens, len(batches))
+        return self._average(total, len(batches))
+
+    def _forward(self, batch: MicroBatch, tokens: int, micro_batches: int) -> Tensor:
+        batch = batch.to(self.deepspeed.device)
+        labels = weighted_labels(batch, self.parallel, tokens, micro_batches)
+        return self.loss_fn(self.deepspeed(self._inputs(batch)), labels)
+
+    def _average(self, total: Tensor, micro_batches: int) -> Tensor:
+        """The mean over micro-batches and replicas that the labels' weights are made for."""
+        if self.parallel.replica_group is not None:
+            dist.all_reduce(total, group=self.parallel.replica_group)
+        return total / (self.parallel.mesh.replicas * micro_batches)
+
+    def _logits(self, tokens: Tensor) -> Tensor:
+        return self.deepspeed(sequence_slice(tokens, self.parallel).contiguous().to(self.deepspeed.device))
+
+
+class PipelinedEngine(TrainEngine):
+    """Several stages, through `PipelineEngine` or `DualPipeVEngine`."""
+
+    def _train(self, batches: Sequence[MicroBatch], tokens: int) -> Tensor:
+        return self.deepspeed.train_batch(iter(self._pairs(batches, tokens)))
+
+    def _evaluate(self, batches: Sequence[MicroBatch], tokens: int) -> Tensor:
+        pairs = self._pairs(batches, tokens)
+        return self.deepspeed.eval_batch(iter(pairs), num_micro_batches=len(pairs))
+
+    def _logits(self, tokens: Tensor) -> Tensor | None:
+        inputs = sequence_slice(tokens, self.parallel).contiguous()
+        # DualPipeV needs twice as many micro-batches as stages to fill; only the last one's logits are kept.
+        copies = 2 * self.parallel.mesh.pipeline if self.job.pipeline_schedule == "dualpipev" else 1
+        pairs = [(inputs, (inputs, torch.zeros_like(inputs, dtype=torch.float32)))] * copies
+        _, logits = self.deepspeed.eval_batch(iter(pairs), return_logits=True, num_micro_batches=copies)
+        return logits
+
+    def _pairs(
+        self, batches: Sequence[MicroBatch], tokens: int
+    ) -> list[tuple[Tensor, tuple[Tensor, Tensor]]]:
+        """(inputs, (labels, weights)) of each micro-batch, as the pipeline's first and last stage read them."""
+        count = len(batches)
+        return [(self._inputs(b), weighted_labels(b, self.parallel, tokens, count)) for b in batches]

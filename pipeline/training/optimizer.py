@@ -1,0 +1,33 @@
+"""The torch optimizer that DeepSpeed wraps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeline.job.job import OptimizerConfig
+from pipeline.parallel.parameters import cut_of
+
+
+def build_optimizer(config: OptimizerConfig, module: nn.Module) -> torch.optim.Optimizer:
+    """One of torch's optimizers over this rank's parameters.
+
+    Weight decay acts on matrices only, not on biases and norms (GPT-3 paper, appendix B, leaves the choice
+    open; this is the common one). Matrices are told by the full shape: ZeRO-3 has flattened its shards.
+    """
+    matrices, vectors = [], []
+    for parameter in module.parameters():
+        (matrices if len(cut_of(parameter).full_shape) > 1 else vectors).append(parameter)
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if config.type == "SGD":
+        return torch.optim.SGD(
+            groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=config.fused
+        )
+    kind = torch.optim.AdamW if config.type == "AdamW" else torch.optim.Adam
+    return kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=config.fused)
