@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.check import main
+from pipeline.check import check, main, print_job
+from pipeline.cluster.world import resolve_world
+from pipeline.job.options import CheckOptions
 
 PROJECT = Path(__file__).resolve().parents[1]
 CLUSTER = "".join(f"node{index} slots=8\n" for index in range(1, 5))
@@ -90,6 +92,15 @@ def test_prints_all_problems_and_exits_with_2(tmp_path: Path, capsys: pytest.Cap
         assert text in shown, shown
 
 
+def test_a_resolved_job_prints_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = CheckOptions(output_dir=str(tmp_path), model="tiny")
+    draft = check(options, lambda: resolve_world(world_size=2))
+    shown = capsys.readouterr().out
+    assert draft.job is not None
+    print_job(draft.job)
+    assert capsys.readouterr().out == shown
+
+
 def test_print_config_prints_what_deepspeed_receives(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -104,3 +115,33 @@ def test_print_config_prints_what_deepspeed_receives(
 def test_a_broken_run_file_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--config", str(tmp_path / "run.json")]) == 2
     assert "cannot be read as a run.json" in capsys.readouterr().err
+
+
+def test_takes_every_option_of_the_launch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "hosts").write_text(CLUSTER, encoding="utf-8")
+    arguments = [
+        "-H",
+        str(tmp_path / "hosts"),
+        "--num_nodes",
+        "2",
+        "--num_accelerators",
+        "4",
+        "--master_port",
+    ]
+    assert main([*arguments, "29500", "--no_ssh_check", "--output_dir", str(tmp_path)]) == 0
+    assert "8 on node1 x 4, node2 x 4" in capsys.readouterr().out
+
+
+def test_help_shows_both_halves(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--help"])
+    assert stop.value.code == 0
+    shown = capsys.readouterr().out
+    assert "--hostfile" in shown and "--deepspeed_config" in shown and "--world_size" in shown
+
+
+@pytest.mark.parametrize("arguments", [["--seeed", "3"], ["--seed", "x"], ["--num_gpus", "two"]])
+def test_a_wrong_command_line_exits_with_2(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2

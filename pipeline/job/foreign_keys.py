@@ -106,6 +106,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "tensor_parallel.preset_model": _OWN_TENSOR,
     "tensor_parallel.keep_module_on_host": _OWN_TENSOR,
     "tensor_parallel.replace_with_kernel_inject": _OWN_TENSOR,
+    "tensor_parallel.kernel_inject": _OWN_TENSOR,
     "tensor_parallel.vocab_parallel_lm_head": _OWN_TENSOR,
     "tensor_parallel.vocab_parallel_ce_backend": _OWN_TENSOR,
     _ZERO + "cpu_offload": (_RENAMED_OFFLOAD, 'Write "offload_optimizer": {"device": "cpu"}'),

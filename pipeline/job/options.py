@@ -77,29 +77,14 @@ class Options:
 
 
 # These describe one call, not the run: they are not saved.
-_OF_ONE_CALL = frozenset(
-    {
-        *("print_config", "config", "deepspeed", "local_rank"),
-        *("hostfile", "include", "exclude", "num_nodes", "num_gpus", "world_size"),
-    }
-)
+_OF_ONE_CALL = frozenset({"print_config", "config", "deepspeed", "local_rank", "world_size"})
 
 
 @dataclass(frozen=True)
 class CheckOptions(Options):
-    """Check a job before any rank starts: its layout, sizes and every problem. Takes the options of
-    pretrain.py and those of the launcher that decide the world."""
+    """Check a job before any rank starts: its layout, sizes and every problem. Takes the options of the
+    launcher and those of pretrain.py."""
 
-    hostfile: str | None = None
-    """Hostfile, as the launcher's. None: this machine."""
-    include: str = ""
-    """Hosts and slots to use, as the launcher's."""
-    exclude: str = ""
-    """Hosts and slots to leave out, as the launcher's."""
-    num_nodes: int | None = None
-    """Use the first hosts only, as the launcher's."""
-    num_gpus: int | None = None
-    """Use the first slots of each host only, as the launcher's; on CPU the number of ranks."""
     world_size: int | None = None
     """Check for this many ranks on one host, whatever this machine has."""
 

@@ -22,7 +22,7 @@ from pipeline.job.options import Options
 from pipeline.job.parameters import layer_parameters
 from pipeline.job.problems import JobError, Problem
 from pipeline.job.rules import check_rules
-from pipeline.job.run_file import folder_problems, identity
+from pipeline.job.run_file import folder_problems, identity, restart_problems
 from pipeline.job.settings import Settings, Undecided
 from pipeline.job.stages import partition
 from pipeline.job.validate import AUTO
@@ -60,6 +60,13 @@ class Draft:
     schedule: LearningRate | None = None
     optimizer: OptimizerConfig | None = None
     job: Job | None = None
+
+    @classmethod
+    def of(cls, job: Job) -> Draft:
+        """A draft with nothing missing."""
+        parts = ("options", "world", "model", "mesh", "batch", "precision", "stages", "train_steps")
+        shared = {name: getattr(job, name) for name in (*parts, "schedule", "optimizer")}
+        return cls(problems=list(job.problems), resolved=list(job.resolved), job=job, **shared)
 
     @property
     def errors(self) -> list[Problem]:
@@ -215,6 +222,7 @@ def _learning(facts: Facts, draft: Draft) -> None:
 def _check_folder(facts: Facts) -> None:
     folder = Path(output_folder(facts.options, facts.model))
     problems = folder_problems(folder, identity(facts.options, facts.model, facts.sequence_length))
+    problems += restart_problems(folder, facts.options.resume)
     if problems:
         raise JobError(problems)
 

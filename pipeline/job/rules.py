@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
+from pipeline.data.tokenizer import ByteTokenizer
 from pipeline.job.facts import Facts
 from pipeline.job.problems import Problem
 from pipeline.job.schema import KEYS
@@ -126,6 +127,13 @@ def _positions(f: Facts) -> Iterable[Problem]:
     if f.sequence_length > limit:
         rule = f"is longer than the {limit} positions of {f.model.name}"
         yield Problem("seq_length", f.sequence_length, rule, f"Use at most {limit}")
+
+
+def _vocabulary(f: Facts) -> Iterable[Problem]:
+    needed, has = ByteTokenizer.vocab_size, f.model.vocab_size
+    if has < needed:
+        rule = f"{f.model.name} has {has} token ids, and the byte tokenizer needs {needed}"
+        yield Problem("model", f.model.name, rule, f"Use a vocabulary of at least {needed}")
 
 
 def _dualpipev(f: Facts) -> Iterable[Problem]:
@@ -380,6 +388,8 @@ RULES: tuple[Rule, ...] = (
          "k and v heads are dealt out or repeated whole", _sequence_kv_heads),
     Rule("positions", "The sequence is no longer than the model's positions",
          "there is no row, or no trained rotation, beyond", _positions),
+    Rule("vocabulary", "The model has an id for each of the tokenizer's",
+         "every token has a row", _vocabulary),
     Rule("dualpipev", "DualPipeV needs at least two stages",
          "it runs two directions through a pipeline", _dualpipev),
     Rule("partition", "Every chunk of layers holds a layer with weights; a list fits stages and layers",
@@ -434,7 +444,8 @@ RULES: tuple[Rule, ...] = (
          "a length is said once", _one_length),
     Rule("evaluation", "Evaluation needs held-out documents", "training data is no test", _evaluation),
     Rule("sample", "A sample needs a prompt", "the model continues something", _prompt),
-    Rule("output folder", "A folder that holds a run takes that model, data, sequence length and seed only",
+    Rule("output folder", "A folder that holds a run takes that model, data, sequence length and seed only; "
+         "with checkpoints it is not started anew",
          "its checkpoints belong to that run", _derived("output folder")),
     Rule("data", "The data exists", "a missing path is never skipped", _data),
 )  # fmt: skip

@@ -13,6 +13,8 @@ from pipeline.job.options import RUN_FILE, Options
 from pipeline.job.problems import Problem
 from pipeline.training.atomic_file import replaced_atomically
 
+CHECKPOINTS = "checkpoints"
+
 
 def identity(options: Options, model: ModelConfig, sequence_length: int) -> dict[str, Any]:
     """What makes two runs the same one: model, data, sequence length and seed, flat.
@@ -46,6 +48,15 @@ def folder_problems(folder: Path, wanted: dict[str, Any]) -> list[Problem]:
         return []
     rule = f"holds another run: {'; '.join(differing)}"
     return [Problem("output_dir", str(folder), rule, "Use another --output_dir, or that run's settings")]
+
+
+def restart_problems(folder: Path, resume: str) -> list[Problem]:
+    """Why ``--resume never`` cannot start here: checkpoints of an earlier start would be overwritten."""
+    checkpoints = folder / CHECKPOINTS
+    if resume != "never" or not checkpoints.is_dir() or not any(checkpoints.iterdir()):
+        return []
+    rule = f"{checkpoints} holds checkpoints, and a new start would overwrite them"
+    return [Problem("resume", resume, rule, "Use --resume auto, or another --output_dir")]
 
 
 def _differences(saved: dict[str, Any], wanted: dict[str, Any]) -> list[str]:

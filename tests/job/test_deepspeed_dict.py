@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from tests.job.drafts import A100, draft, world
 
 CONFIG = {
@@ -57,7 +55,6 @@ def test_fp16_keeps_its_loss_scale(tmp_path: Path) -> None:
     assert job.deepspeed["data_types"] == {"grad_accum_dtype": "fp16"}
 
 
-@pytest.mark.slow
 def test_deepspeed_accepts_every_key_of_it(tmp_path: Path) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 

@@ -117,8 +117,8 @@ def test_a_broken_rule_is_reported(case: tuple, tmp_path: Path) -> None:
 
 
 def test_every_rule_has_a_case() -> None:
-    # These two need a file beside the JSON and have tests of their own.
-    elsewhere = {"run length", "output folder"}
+    # These need files beside the JSON and have tests of their own.
+    elsewhere = {"run length", "vocabulary", "output folder"}
     assert {rule.name for rule in RULES} - {case[0] for case in CASES} == elsewhere
     assert len({rule.name for rule in RULES}) == len(RULES)
 
@@ -127,6 +127,16 @@ def test_warnings_do_not_refuse_the_job(tmp_path: Path) -> None:
     made = draft(tmp_path, {"tensor_parallel": {"autotp_size": 2}}, world(3, 3))
     assert [problem.severity for problem in made.problems] == ["warning"]
     assert made.job is not None and made.job.problems == tuple(made.problems)
+
+
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_head": 2, "n_layer": 2, "n_positions": 64}
+
+
+def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**GPT2, "vocab_size": 256}), encoding="utf-8")
+    config = {"optimizer": {"params": {"lr": 0.1}}, "train_batch_size": 4}
+    (problem,) = draft(tmp_path, config, model=str(tmp_path), train_steps=5).problems
+    assert "256 token ids, and the byte tokenizer needs 257" in problem.rule
 
 
 def test_a_model_from_a_file_needs_a_length_and_a_batch(tmp_path: Path) -> None:

@@ -72,3 +72,13 @@ def test_a_file_in_place_of_the_folder_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("", encoding="utf-8")
     (problem,) = found(draft(tmp_path, {}).problems, "output_dir")
     assert problem.rule == "is a file"
+
+
+def test_a_folder_with_checkpoints_is_not_started_anew(tmp_path: Path) -> None:
+    started(tmp_path)
+    (tmp_path / "run" / "checkpoints").mkdir()
+    assert draft(tmp_path, {}, resume="never").job is not None
+    (tmp_path / "run" / "checkpoints" / "global_step3").mkdir()
+    (problem,) = draft(tmp_path, {}, resume="never").problems
+    assert problem.key == "resume" and "holds checkpoints" in problem.rule
+    assert draft(tmp_path, {}).job is not None

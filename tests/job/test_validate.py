@@ -96,7 +96,6 @@ def test_every_key_has_its_block() -> None:
     assert not KEYS.keys() & REFUSED.keys() and not KEYS.keys() & REMOVED.keys()
 
 
-@pytest.mark.slow
 def test_every_key_of_deepspeed_is_taken_refused_or_removed() -> None:
     from deepspeed.runtime import config
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
