@@ -16,12 +16,13 @@ steps late; its cosine starts one step in and never reaches the peak.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar
 
 
 @dataclass(frozen=True)
-class LearningRate:
+class LearningRate(ABC):
     """A schedule; its fields are its parameters, resolved.
 
     Class attributes:
@@ -32,9 +33,9 @@ class LearningRate:
     type: ClassVar[str | None] = None
     rates: ClassVar[tuple[str, ...]] = ()
 
+    @abstractmethod
     def __call__(self, step: int) -> float:
         """The learning rate of update `step`, counted from 1."""
-        raise NotImplementedError(f"{type(self).__name__} does not say its rate")
 
     @property
     def peak(self) -> float:
