@@ -181,7 +181,7 @@ def _split_filter(text: str, names: dict[str, tuple[int, ...]]) -> list[tuple[st
     parts: list[str] = []
     for piece in text.split("@"):
         joined = f"{parts[-1]}@{piece}" if parts else ""
-        if joined.partition(":")[0] in names and parts[-1] not in names:
+        if joined.partition(":")[0] in names and parts[-1].partition(":")[0] not in names:
             parts[-1] = joined
         else:
             parts.append(piece)

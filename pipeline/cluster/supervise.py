@@ -26,6 +26,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # The process of the deepspeed launcher whose children are the ranks of this host.
 _RANKS_PARENT = "deepspeed.launcher.launch"
 _POLL_SECONDS = 0.1
+# A killed process may need this long to leave a driver's call.
+_KILL_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -138,16 +140,24 @@ def _starts_ranks(process: psutil.Process) -> bool:
 
 
 def kill_group(group: int) -> bool:
-    """Kill what is left of a process group; True if something of it was still running."""
-    running = False
-    for process in psutil.process_iter():
-        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
-            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
-                running = True
+    """Kill what is left of a process group and wait for its end; True if something was still running."""
+    running = [process for process in psutil.process_iter() if _runs_in(process, group)]
     if running:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
-    return running
+        # Their GPUs, ports and files are free only when they are gone.
+        deadline = time.monotonic() + _KILL_SECONDS
+        while any(_runs_in(process, group) for process in running) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS / 10)
+    return bool(running)
+
+
+def _runs_in(process: psutil.Process, group: int) -> bool:
+    """A zombie does not count: it holds nothing, and only its parent can remove it."""
+    try:
+        return os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE
+    except (ProcessLookupError, psutil.NoSuchProcess):
+        return False
 
 
 def say(line: str) -> None:
