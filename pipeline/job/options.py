@@ -92,7 +92,7 @@ class CheckOptions(Options):
 O = TypeVar("O", bound=Options)  # noqa: E741
 
 
-def parse_options(args: Sequence[str], kind: type[O] = Options, prog: str | None = None) -> O:
+def parse_options(args: Sequence[str], kind: type[O] = Options, prog: str | None = None) -> O:  # type: ignore[assignment]
     """Read the command line.
 
     Raises:
@@ -122,7 +122,7 @@ def _config_argument(args: Sequence[str]) -> str | None:
     return None
 
 
-def from_run_file(path: Path, kind: type[O] = Options) -> O:
+def from_run_file(path: Path, kind: type[O] = Options) -> O:  # type: ignore[assignment]
     """The options that a run.json was started with.
 
     Raises:
@@ -136,14 +136,16 @@ def from_run_file(path: Path, kind: type[O] = Options) -> O:
     return from_json(saved, kind, str(path))
 
 
-def from_json(saved: dict[str, Any], kind: type[O] = Options, source: str = RUN_FILE) -> O:
+def from_json(saved: dict[str, Any], kind: type[O] = Options, source: str = RUN_FILE) -> O:  # type: ignore[assignment]
     """Options from what `Options.to_json` gave.
 
     Raises:
         JobError: unknown names and wrong types; all of them are listed.
     """
     kinds = get_type_hints(kind)
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()}
+    values: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()
+    }
     problems = []
     for key, value in values.items():
         if key not in kinds:

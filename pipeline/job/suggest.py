@@ -1,4 +1,4 @@
-"""The nearest existing name for one that does not exist."""
+"""Words for remedies: the nearest existing name, a choice of values."""
 
 from __future__ import annotations
 
@@ -11,3 +11,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     choice = sorted(known)
     near = get_close_matches(name.lower(), choice, n=1, cutoff=0.6)
     return f"The nearest name is {near[0]}" if near else f"Choose from {', '.join(choice)}"
+
+
+def listed(numbers: Iterable[int]) -> str:
+    """``1, 2 or 4``."""
+    names = [str(number) for number in numbers]
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"

@@ -96,7 +96,7 @@ def _is_kind(key: Key, value: object) -> bool:
         return _is_list(value, str)
     if isinstance(value, bool):
         return key.kind == "bool"
-    kinds = {"int": int, "float": (int, float), "str": str, "object": dict, "bool": bool}
+    kinds: dict[str, Any] = {"int": int, "float": (int, float), "str": str, "object": dict, "bool": bool}
     return isinstance(value, kinds[key.kind])
 
 

@@ -1,0 +1,116 @@
+"""Checks of the world, the parallel sizes and the model. Listed in `pipeline.job.rules`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import accumulate
+
+from pipeline.data.tokenizer import ByteTokenizer
+from pipeline.job.facts import Facts
+from pipeline.job.problems import Problem
+from pipeline.job.suggest import listed
+
+
+def world(f: Facts) -> Iterable[Problem]:
+    if f.world.size % f.model_parallel:
+        sizes = f"{f.stages} (pipeline) * {f.sequence} (sequence) * {f.tensor} (tensor) = {f.model_parallel}"
+        rule = f"must be a multiple of {sizes}; {f.world.size} / {f.model_parallel} is not whole"
+        remedy = "Change pipeline.stages, sequence_parallel_size, tensor_parallel.autotp_size or the slots"
+        yield Problem("world size", f.world.size, rule, remedy)
+
+
+def tensor_in_host(f: Facts) -> Iterable[Problem]:
+    ends = list(accumulate(host.slots for host in f.world.hosts))
+    cut = [end for end in ends[:-1] if end % f.tensor]
+    if cut:
+        rule = f"a tensor group spans hosts (a host ends after rank {cut[0] - 1}), and talks in every layer"
+        remedy = "Use a tensor size that divides the slots of each host"
+        yield f.config.problem("tensor_parallel.autotp_size", rule, remedy, f.tensor, warn=True)
+
+
+def tensor_divides(f: Facts) -> Iterable[Problem]:
+    model = f.model
+    sizes = {
+        "attention heads": model.num_heads,
+        "kv heads": model.num_kv_heads,
+        "feed-forward width": model.ffn_hidden_size,
+        "padded vocabulary": model.padded_vocab_size,
+    }
+    wrong = [f"{name} {size}" for name, size in sizes.items() if size % f.tensor]
+    if wrong:
+        rule = f"must divide {', '.join(wrong)} of {model.name}"
+        legal = [n for n in range(1, model.num_heads + 1) if all(size % n == 0 for size in sizes.values())]
+        remedy = f"Use {listed(legal)}"
+        yield f.config.problem("tensor_parallel.autotp_size", rule, remedy, f.tensor)
+
+
+def sequence_divides(f: Facts) -> Iterable[Problem]:
+    if f.sequence_length % f.sequence:
+        rule = f"must divide the sequence length {f.sequence_length}"
+        remedy = (
+            f"Use another size, or --seq_length {f.sequence_length // f.sequence * f.sequence or f.sequence}"
+        )
+        yield f.config.problem("sequence_parallel_size", rule, remedy, f.sequence)
+
+
+def sequence_heads(f: Facts) -> Iterable[Problem]:
+    heads = f.model.num_heads
+    local = heads // f.tensor
+    if heads % f.tensor == 0 and local % f.sequence:
+        rule = f"must divide the {local} attention heads of a rank ({heads} / {f.tensor} tensor)"
+        legal = [n for n in range(1, local + 1) if local % n == 0]
+        yield f.config.problem("sequence_parallel_size", rule, f"Use {listed(legal)}", f.sequence)
+
+
+def sequence_kv_heads(f: Facts) -> Iterable[Problem]:
+    heads = f.model.num_kv_heads
+    if heads % f.tensor:
+        return
+    local = heads // f.tensor
+    if local % f.sequence and f.sequence % local:
+        rule = (
+            f"must divide, or be a multiple of, the {local} kv heads of a rank ({heads} / {f.tensor} tensor)"
+        )
+        legal = [n for n in range(1, 2 * local + 1) if local % n == 0 or n % local == 0]
+        yield f.config.problem("sequence_parallel_size", rule, f"Use {listed(legal)}", f.sequence)
+
+
+def positions(f: Facts) -> Iterable[Problem]:
+    limit = f.model.max_position_embeddings
+    if f.sequence_length > limit:
+        rule = f"is longer than the {limit} positions of {f.model.name}"
+        yield Problem("seq_length", f.sequence_length, rule, f"Use at most {limit}")
+
+
+def vocabulary(f: Facts) -> Iterable[Problem]:
+    needed, has = ByteTokenizer.vocab_size, f.model.vocab_size
+    if has < needed:
+        rule = f"{f.model.name} has {has} token ids, and the byte tokenizer needs {needed}"
+        yield Problem("model", f.model.name, rule, f"Use a vocabulary of at least {needed}")
+
+
+def dualpipev(f: Facts) -> Iterable[Problem]:
+    if f.schedule == "dualpipev" and f.stages < 2:
+        yield f.config.problem("pipeline.schedule", "needs at least 2 pipeline stages", "Set pipeline.stages")
+
+
+def partition_without_stages(f: Facts) -> Iterable[Problem]:
+    if (
+        f.config.given("pipeline.partition")
+        and f.stages == 1
+        and isinstance(f.config.get("pipeline.partition"), str)
+    ):
+        remedy = "Remove it, or set pipeline.stages"
+        yield f.config.problem("pipeline.partition", "acts with at least 2 pipeline stages", remedy)
+
+
+def micro_batches(f: Facts) -> Iterable[Problem]:
+    steps, least = f.batch.accumulation_steps, f.least_micro_batches
+    if steps >= least:
+        return
+    dual = f.schedule == "dualpipev"
+    rule = f"fewer micro-batches than the {f.stages} stages leave stages idle"
+    if dual:
+        rule = f"DualPipeV needs 2 * {f.stages} stages = {least}, and there are {steps}"
+    key = "gradient_accumulation_steps"
+    yield f.config.problem(key, rule, f"Use at least {least} micro-batches per step", steps, warn=not dual)

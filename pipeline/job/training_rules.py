@@ -1,0 +1,85 @@
+"""Checks of optimizer, schedule and options. Listed in `pipeline.job.rules`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from pipeline.job.facts import Facts
+from pipeline.job.problems import Problem
+from pipeline.job.validate import AUTO
+
+_PARAMETERS_OF = {
+    "AdamW": frozenset({"lr", "weight_decay", "fused", "betas", "eps", "torch_adam"}),
+    "Adam": frozenset({"lr", "weight_decay", "fused", "betas", "eps", "torch_adam", "adam_w_mode"}),
+    "SGD": frozenset({"lr", "weight_decay", "fused", "momentum", "nesterov"}),
+}
+
+
+def optimizer_parameters(f: Facts) -> Iterable[Problem]:
+    for name in f.config.get("optimizer.params", {}):
+        key = f"optimizer.params.{name}"
+        if name not in _PARAMETERS_OF[f.optimizer]:
+            owners = [kind for kind, names in _PARAMETERS_OF.items() if name in names]
+            remedy = f"Remove it, or use {' or '.join(owners)}"
+            yield f.config.problem(key, f"is not a parameter of {f.optimizer}", remedy)
+
+
+def torch_adam(f: Facts) -> Iterable[Problem]:
+    key = "optimizer.params.torch_adam"
+    if f.config.get(key, True) is False:
+        yield f.config.problem(key, "torch's Adam is the one used: it needs no compiler", "Remove it")
+
+
+def sgd_rate(f: Facts) -> Iterable[Problem]:
+    key = "optimizer.params.lr"
+    if f.optimizer == "SGD" and f.config.get(key, AUTO) == AUTO:
+        yield f.config.problem(
+            key, "the model's usual rate is meant for AdamW", "Give a number for SGD", AUTO
+        )
+
+
+def betas(f: Facts) -> Iterable[Problem]:
+    betas = f.config.get("optimizer.params.betas")
+    if isinstance(betas, list) and (len(betas) != 2 or max(betas) >= 1):
+        yield f.config.problem("optimizer.params.betas", "must be two numbers below 1", "Use [0.9, 0.95]")
+
+
+def nesterov(f: Facts) -> Iterable[Problem]:
+    if f.config.get("optimizer.params.nesterov", False) and not f.config.get("optimizer.params.momentum", 0):
+        yield f.config.problem("optimizer.params.nesterov", "needs momentum above 0", "Set momentum")
+
+
+def lr_scaling(f: Facts) -> Iterable[Problem]:
+    rule = f.config.get("lr_scaling.rule", "none")
+    base = f.config.get("lr_scaling.base_batch_size")
+    if rule != "none" and base is None:
+        remedy = "Set it to the batch for which lr was chosen"
+        yield f.config.problem("lr_scaling.base_batch_size", f"is needed by rule {rule}", remedy)
+    if rule == "none" and base is not None:
+        remedy = "Set lr_scaling.rule to linear or sqrt, or remove it"
+        yield f.config.problem("lr_scaling.base_batch_size", "does nothing with rule none", remedy)
+
+
+def one_length(f: Facts) -> Iterable[Problem]:
+    if f.options.train_steps is not None and f.options.train_tokens is not None:
+        rule = f"says the run's length a second time, beside train_steps = {f.options.train_steps}"
+        yield Problem("train_tokens", f.options.train_tokens, rule, "Give one of the two")
+
+
+def evaluation(f: Facts) -> Iterable[Problem]:
+    if f.options.eval_samples > 0 and f.options.eval_fraction == 0:
+        rule = "no document is held out, so there is nothing to evaluate"
+        yield Problem("eval_fraction", 0, rule, "Raise it, or give --eval_samples 0")
+
+
+def prompt(f: Facts) -> Iterable[Problem]:
+    if f.options.sample_tokens > 0 and not f.options.sample_prompt:
+        rule = "a sample continues a text of at least one character"
+        yield Problem("sample_prompt", "", rule, "Give a prompt, or --sample_tokens 0")
+
+
+def data(f: Facts) -> Iterable[Problem]:
+    for path in f.options.data:
+        if not Path(path).exists():
+            yield Problem("data", path, "there is no such file or folder", "Correct the path")

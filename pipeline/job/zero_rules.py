@@ -1,0 +1,129 @@
+"""Checks of ZeRO, offload and number formats. Listed in `pipeline.job.rules`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pipeline.job.facts import Facts
+from pipeline.job.problems import Problem
+from pipeline.job.schema import KEYS
+from pipeline.job.suggest import listed
+
+STAGE = "zero_optimization.stage"
+ACCUMULATION = "data_types.grad_accum_dtype"
+
+
+def zero_pipeline(f: Facts) -> Iterable[Problem]:
+    if f.zero_stage >= 2 and f.stages > 1:
+        rule = f"must be 0 or 1 with {f.stages} pipeline stages"
+        yield f.config.problem(STAGE, rule, "Use stage 0 or 1, or one pipeline stage", f.zero_stage)
+
+
+def zero_keys(f: Facts) -> Iterable[Problem]:
+    for key in KEYS.values():
+        if key.zero_stages is None or not f.config.given(key.path) or f.zero_stage in key.zero_stages:
+            continue
+        if key.kind == "object":
+            continue
+        if key.path.endswith(".device") and f.config.get(key.path) == "none":
+            continue
+        rule = f"acts at ZeRO stage {listed(key.zero_stages)}, and the stage is {f.zero_stage}"
+        yield f.config.problem(key.path, rule, "Remove it, or change zero_optimization.stage")
+
+
+def nvme(f: Facts) -> Iterable[Problem]:
+    for block in ("offload_optimizer", "offload_param"):
+        path = f"zero_optimization.{block}"
+        device = f.offload_device(block)
+        if device == "nvme" and not f.config.given(f"{path}.nvme_path"):
+            yield f.config.problem(f"{path}.device", "needs nvme_path beside it", f"Set {path}.nvme_path")
+        if device == "nvme" and f.zero_stage in (1, 2):
+            yield f.config.problem(f"{path}.device", "nvme needs ZeRO stage 3", "Use cpu, or stage 3")
+        for name in ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pipeline_read",
+                     "pipeline_write", "fast_init"):  # fmt: skip
+            if device != "nvme" and f.config.given(f"{path}.{name}"):
+                yield f.config.problem(f"{path}.{name}", f"acts with device nvme, not {device}", "Remove it")
+
+
+def aio(f: Facts) -> Iterable[Problem]:
+    used = "nvme" in (f.offload_device("offload_optimizer"), f.offload_device("offload_param"))
+    if f.config.get("aio") is not None and not used:
+        yield f.config.problem("aio", "acts with offload to nvme only", "Remove it")
+
+
+def offload_ratio(f: Facts) -> Iterable[Problem]:
+    key = "zero_optimization.offload_optimizer.ratio"
+    if f.config.get(key, 1.0) < 1.0 and f.offload_device("offload_optimizer") != "cpu":
+        yield f.config.problem(key, "acts with device cpu", "Set device to cpu, or remove it")
+
+
+def offload_pipeline(f: Facts) -> Iterable[Problem]:
+    for block in ("offload_optimizer", "offload_param"):
+        if f.stages > 1 and f.offload_device(block) != "none":
+            key = f"zero_optimization.{block}.device"
+            yield f.config.problem(key, f"must be none with {f.stages} pipeline stages", "Use one stage")
+
+
+def overlap_pipeline(f: Facts) -> Iterable[Problem]:
+    key = "zero_optimization.overlap_comm"
+    if f.stages > 1 and f.config.get(key, False):
+        rule = f"is not possible with {f.stages} pipeline stages"
+        yield f.config.problem(key, rule, "Set it to false, or use one stage")
+
+
+def second_shard(f: Facts) -> Iterable[Problem]:
+    key = "zero_optimization.zero_hpz_partition_size"
+    replicas = f.data * f.sequence
+    if replicas % f.config.get(key, 1):
+        rule = f"must divide the {replicas} ranks that ZeRO shards over"
+        yield f.config.problem(key, rule, "Use the slots of a host divided by the tensor size")
+
+
+def bf16_optimizer_keys(f: Facts) -> Iterable[Problem]:
+    if f.compute != "bf16" or f.accumulation != "fp32" or f.zero_stage != 1:
+        return
+    if f.offload_device("offload_optimizer") != "none":
+        return
+    for name in ("contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "overlap_comm",
+                 "use_multi_rank_bucket_allreduce", "allgather_partitions", "round_robin_gradients",
+                 "parameter_alignment"):  # fmt: skip
+        key = f"zero_optimization.{name}"
+        if f.config.given(key):
+            rule = "does not act at stage 1 with bf16 weights and fp32 accumulation"
+            yield f.config.problem(key, rule, "Use stage 2 if you need it", warn=True)
+
+
+def one_precision(f: Facts) -> Iterable[Problem]:
+    if f.fp16 and f.bf16:
+        yield f.config.problem("fp16.enabled", "excludes bf16.enabled", "Turn one of them off")
+
+
+def fp16_cuda(f: Facts) -> Iterable[Problem]:
+    if f.fp16 and f.world.device != "cuda":
+        yield f.config.problem("fp16.enabled", "needs CUDA devices", "Use bf16, or neither for fp32")
+
+
+def bf16_native(f: Facts) -> Iterable[Problem]:
+    if f.config.get("bf16.enabled") is True and not f.world.bf16_native:
+        name = f.world.device_name or f.world.device
+        rule = f"{name} emulates bf16, which is slow"
+        yield f.config.problem("bf16.enabled", rule, 'Use "auto" for bf16 where it is native', warn=True)
+
+
+def bf16_zero0(f: Facts) -> Iterable[Problem]:
+    if f.compute == "bf16" and f.zero_stage == 0 and f.accumulation != "bf16":
+        rule = "must be bf16 at ZeRO stage 0 with bf16 weights: DeepSpeed cannot sum in fp32 there"
+        remedy = f"Use ZeRO stage 1, or accept the loss of bits with {ACCUMULATION} = bf16"
+        yield f.config.problem(ACCUMULATION, rule, remedy, f.accumulation)
+
+
+def fp16_zero0(f: Facts) -> Iterable[Problem]:
+    if f.compute == "fp16" and f.zero_stage == 0 and f.accumulation != "fp16":
+        rule = "must be fp16 at ZeRO stage 0 with fp16 weights: DeepSpeed cannot sum in fp32 there"
+        yield f.config.problem(ACCUMULATION, rule, "Use ZeRO stage 1", f.accumulation)
+
+
+def accumulation(f: Facts) -> Iterable[Problem]:
+    if f.accumulation not in ("fp32", f.compute):
+        rule = f"must be fp32 or the weights' {f.compute}"
+        yield f.config.problem(ACCUMULATION, rule, f"Use fp32, or {f.accumulation} weights")
