@@ -151,7 +151,9 @@ def _gpt3(name: str, shape: tuple[int, int, int], published: str, rate: float, b
 def _tiny() -> Preset:
     """The CPU default: a byte model that learns something in two minutes on two cores.
 
-    4 heads, so that it can be cut in 4 by tensor and sequence parallelism.
+    4 heads, so that it can be cut in 4 by tensor and sequence parallelism. Chosen by held-out loss in equal
+    CPU time (18.5 s, one thread): rotary positions 1.84, learned 2.14; RMSNorm with SwiGLU learns more per
+    step but its steps take longer on CPU, 1.93; LayerNorm with SwiGLU ties at 1.83.
     """
     model = ModelConfig(
         name="tiny",
@@ -171,7 +173,7 @@ def _tiny() -> Preset:
         learning_rate=5e-3,
         train_steps=1500,
         warmup_steps=100,
-        source="tuned on Python source text, two CPU cores",
+        source="chosen on Python source text, on CPU",
     )
     return Preset(model, training, "0.36M", "this project")
 
