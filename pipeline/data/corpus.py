@@ -52,7 +52,7 @@ class TextFile:
         """
         try:
             text = Path(self.path).read_bytes()
-            now = os.stat(self.path)
+            now = Path(self.path).stat()
         except OSError as error:
             raise JobError([_unreadable(self.path, error)]) from error
         if (len(text), now.st_size, now.st_mtime_ns) != (self.size, self.size, self.mtime_ns):
@@ -103,8 +103,8 @@ def find_corpus(paths: Sequence[str]) -> Corpus:
         raise JobError(problems)
     if not paths:
         return _collect(f"Python {sys.version.split()[0]} standard library", _library_files(), frozenset())
-    named = {path for path in paths if not os.path.isdir(path)}
-    found = [name for path in paths for name in (_walk(Path(path)) if os.path.isdir(path) else (path,))]
+    named = {path for path in paths if not Path(path).is_dir()}
+    found = [name for path in paths for name in (_walk(Path(path)) if Path(path).is_dir() else (path,))]
     return _collect(", ".join(paths), found, named)
 
 
@@ -139,7 +139,7 @@ def _collect(name: str, found: Sequence[str], named: Set[str]) -> Corpus:
             continue
         seen[real] = path
         try:
-            status = os.stat(path)
+            status = Path(path).stat()
         except OSError as error:
             raise JobError([_unreadable(path, error)]) from error
         if status.st_size:
@@ -165,7 +165,7 @@ def _walk(root: Path, left_out: Set[str] = frozenset()) -> Iterator[str]:
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in left_out)
         for name in sorted(names):
             if not name.startswith("."):
-                yield os.path.join(folder, name)
+                yield str(Path(folder, name))
 
 
 def _library_files() -> list[str]:
@@ -179,7 +179,7 @@ def _library_files() -> list[str]:
         for path in _walk(root, _LIBRARY_LEFT_OUT)
         if path.endswith(".py")
         and not Path(path).relative_to(root).parts[0].startswith(_LIBRARY_GENERATED)
-        and os.path.getsize(path)
+        and Path(path).stat().st_size
     ]
 
 

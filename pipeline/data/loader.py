@@ -136,7 +136,7 @@ class BatchLoader:
         while not self._closed.is_set():
             try:
                 item: StepBatch | BaseException = self._read(first)
-            except BaseException as error:  # handed to the consumer, which raises it
+            except BaseException as error:  # noqa: BLE001 - handed to the consumer, which raises it
                 item = error
             self._put(item)
             if isinstance(item, BaseException):

@@ -23,7 +23,7 @@ def cache_identity(corpus: Corpus, tokenizer: Tokenizer) -> str:
         "format": FORMAT,
         "tokenizer": tokenizer.identity,
         "files": [
-            [os.path.abspath(file.path), file.size, file.mtime_ns, file.named] for file in corpus.files
+            [str(Path(file.path).absolute()), file.size, file.mtime_ns, file.named] for file in corpus.files
         ],
         "skipped": [[entry.path, entry.reason] for entry in corpus.skipped],
     }

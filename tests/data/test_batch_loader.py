@@ -3,6 +3,7 @@
 import itertools
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -97,6 +98,16 @@ def test_resume_with_another_layout_and_batch_size_repeats_and_skips_nothing() -
     assert seen == make_dataset().read(np.arange(consumed)).indices.tolist()
 
 
+def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.005)
+
+
+def thread_is_running() -> bool:
+    return any(thread.name == "batch-loader" for thread in threading.enumerate())
+
+
 class Failing(PackedDataset):
     """Reads `good` times, then fails."""
 
@@ -117,6 +128,8 @@ def test_an_error_in_the_thread_reaches_the_consumer_after_the_good_batches() ->
     for _ in range(2):
         with pytest.raises(OSError, match="the disk is gone"):
             next(loader)
+    wait_until(lambda: not thread_is_running())
+    assert not thread_is_running(), "nothing reads on after an error"
     loader.close()
 
 
@@ -131,12 +144,6 @@ class Counting(PackedDataset):
         time.sleep(self.seconds)
         self.reads += 1
         return super().read(positions)
-
-
-def wait_until(condition: object, seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:  # type: ignore[operator]
-        time.sleep(0.005)
 
 
 def test_reading_ahead_is_bounded() -> None:
@@ -160,13 +167,12 @@ def test_waiting_is_measured() -> None:
 
 
 def test_close_ends_the_thread_and_the_iteration() -> None:
-    before = threading.active_count()
     loader = BatchLoader(make_dataset(), Sizes(1, 1, 1), 0, 1)
     next(loader)
-    assert threading.active_count() == before + 1
+    assert thread_is_running()
     loader.close()
     loader.close()
-    assert threading.active_count() == before
+    assert not thread_is_running()
     with pytest.raises(ValueError, match="closed"):
         next(loader)
     BatchLoader(make_dataset(), Sizes(1, 1, 1), 0, 1).close()

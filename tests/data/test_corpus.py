@@ -31,6 +31,14 @@ def test_folders_are_searched_recursively_in_a_fixed_order(tmp_path: Path) -> No
     assert find_corpus([str(tmp_path)]).num_other == 1
 
 
+def test_order_is_not_that_of_the_disk(tmp_path: Path) -> None:
+    names = [f"{letter}/{number}.txt" for letter in "dbeacfg" for number in (3, 1, 2)]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert listed(tmp_path) == sorted(names)
+
+
 def test_order_follows_the_arguments(tmp_path: Path) -> None:
     write(tmp_path, one__b_txt="b", one__a_txt="a", two_txt="2", plain="no suffix")
     paths = [str(tmp_path / name) for name in ("two.txt", "one", "plain")]
@@ -41,8 +49,8 @@ def test_a_file_counts_once_and_empty_ones_are_named(tmp_path: Path) -> None:
     write(tmp_path, a_txt="a", b_txt="")
     (tmp_path / "link.txt").symlink_to(tmp_path / "a.txt")
     corpus = find_corpus([str(tmp_path), str(tmp_path / "a.txt")])
-    assert [os.path.basename(file.path) for file in corpus.files] == ["a.txt"]
-    assert [(os.path.basename(s.path), s.reason.split(" /")[0]) for s in corpus.skipped] == [
+    assert [Path(file.path).name for file in corpus.files] == ["a.txt"]
+    assert [(Path(s.path).name, s.reason.split(" /")[0]) for s in corpus.skipped] == [
         ("b.txt", "empty"),
         ("link.txt", "the same file as"),
         ("a.txt", "the same file as"),
