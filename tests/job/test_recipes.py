@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.cluster.world import world_from_hostfile
 from pipeline.job.options import Options
 from pipeline.job.pages import KEYS_PAGE, PROJECT
 from pipeline.job.problems import JobError
 from pipeline.job.resolve import resolve
-from tests.job.drafts import A100, V100, world
+from tests.job.drafts import V100, world
 
 RECIPES = sorted((PROJECT / "ds_configs").glob("*.json"))
 NEEDS_CUDA = {"fp16_v100.json"}
@@ -19,7 +20,7 @@ NEEDS_CUDA = {"fp16_v100.json"}
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
 def test_resolves_on_a_cluster(path: Path, tmp_path: Path) -> None:
     options = Options(deepspeed_config=str(path), output_dir=str(tmp_path))
-    job = resolve(options, world(8, 8, 8, 8, device=A100))
+    job = resolve(options, world_from_hostfile(str(PROJECT / "hostfiles" / "a100x4")))
     assert (job.mesh.world_size, job.model.name, job.problems) == (32, "gpt2-124m", ())
     assert job.batch.train_batch_size == 512
 
