@@ -60,6 +60,6 @@ def _compare(parallel: Parallel, digests: torch.Tensor, batch: StepBatch) -> Non
         odd += [rank for rank in peers if digests[rank] != digests[peers[0]]]
     if odd:
         raise BatchMismatch(
-            f"the samples from {batch.first_sample} on differ between ranks that share a data index: ranks {odd} "
-            f"against the first of their peers; check that every host reads the same data files"
+            f"the samples from {batch.first_sample} on differ between ranks that share a data index: "
+            f"ranks {odd} against the first of their peers; check that every host reads the same data files"
         )

@@ -61,4 +61,6 @@ def _initialize(job: Job, parallel: Parallel, module: nn.Module, grid: PipelineP
     engine, *_ = deepspeed.initialize(
         model=module, optimizer=optimizer, config=job.deepspeed, mpu=grid, dist_init_required=False
     )
+    # The script it puts beside checkpoints merges ZeRO shards only, not pipeline stages or tensor slices.
+    engine._copy_recovery_script = lambda save_path: None
     return engine

@@ -36,8 +36,9 @@ def stop_distributed() -> None:
 def _skip_inference_op() -> None:
     """Keep DeepSpeed from compiling its shared-memory op on CPUs.
 
-    The op serves inference. Its first build takes a minute or two and a compiler, and a process that is killed
-    meanwhile leaves a lock behind on which every later start waits for ever. The backend accepts None.
+    The op serves inference. Its first build takes a minute or two and a compiler, and a process that is
+    killed meanwhile leaves a lock behind on which every later start waits for ever. The backend accepts
+    None.
     """
     import deepspeed.comm.torch  # noqa: F401  (the name `deepspeed.comm.torch` is shadowed by `import torch`)
 

@@ -199,6 +199,6 @@ class PipelinedEngine(TrainEngine):
     def _pairs(
         self, batches: Sequence[MicroBatch], tokens: int
     ) -> list[tuple[Tensor, tuple[Tensor, Tensor]]]:
-        """(inputs, (labels, weights)) of each micro-batch, as the pipeline's first and last stage read them."""
+        """(inputs, (labels, weights)) of each micro-batch, for the pipeline's first and last stage."""
         count = len(batches)
         return [(self._inputs(b), weighted_labels(b, self.parallel, tokens, count)) for b in batches]

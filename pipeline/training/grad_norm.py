@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 def clip_global_norm(module: nn.Module, group: dist.ProcessGroup, maximum: float) -> Tensor:
-    """Scale gradients in place so that their global norm is at most `maximum` (0: leave them); return the norm.
+    """Scale gradients in place to a global norm of at most `maximum` (0: leave them); return the norm.
 
     Args:
         module: Its parameters carry ``model_parallel``: whether this rank adds them to the sum.

@@ -18,10 +18,10 @@ Labels = tuple[Tensor, Tensor]
 def weighted_labels(batch: MicroBatch, parallel: Parallel, step_tokens: int, micro_batches: int) -> Labels:
     """This sequence rank's labels [b, t / n] and the weight of each one's loss, fp32 [b, t / n].
 
-    DeepSpeed averages gradients (and its pipeline the loss) over replicas = data x sequence ranks and over the
-    step's micro-batches. A weight of replicas * micro_batches / step_tokens turns that mean of sums into
-    the sum over the step divided by its `step_tokens` unmasked tokens: with 4 replicas, 2 micro-batches and
-    1,000 tokens, 4 * 2 / 1000. A rank without unmasked tokens contributes 0, and nothing is divided by it.
+    DeepSpeed averages gradients (and its pipeline the loss) over replicas = data x sequence ranks and over
+    the step's micro-batches. A weight of replicas * micro_batches / step_tokens turns that mean of sums
+    into the sum over the step divided by its `step_tokens` unmasked tokens: with 4 replicas, 2 micro-batches
+    and 1,000 tokens, 4 * 2 / 1000. A rank without unmasked tokens contributes 0; nothing is divided by it.
     """
     scale = parallel.mesh.replicas * micro_batches / max(step_tokens, 1)
     weights = sequence_slice(batch.mask, parallel).float() * scale

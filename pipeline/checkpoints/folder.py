@@ -1,0 +1,148 @@
+"""What a run's checkpoint folder holds, and which checkpoint counts. No torch.
+
+    checkpoints/global_step100/...            DeepSpeed's shards
+    checkpoints/global_step100/manifest.json  written when every rank's shards are complete
+    checkpoints/latest                        the tag of the newest such checkpoint; replaced atomically, last
+
+A crash at any moment leaves `latest` pointing to a complete checkpoint, or no `latest` at all.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.job.job import Job
+from pipeline.job.problems import JobError, Problem
+from pipeline.job.run_file import CHECKPOINTS, identity
+from pipeline.training.atomic_file import replaced_atomically
+
+LATEST = "latest"
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """Where a run stands. Everything else follows from it: the sample order and dropout are pure functions of
+    seed and position, the learning rate of the step.
+
+    Attributes:
+        step: Optimizer steps taken.
+        consumed_samples: Samples of the whole job read so far.
+        tokens: Input tokens of those samples.
+    """
+
+    step: int = 0
+    consumed_samples: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint on disk."""
+
+    folder: Path
+    tag: str
+    state: TrainState
+    layout: dict[str, Any]
+
+    @property
+    def path(self) -> Path:
+        return self.folder / self.tag
+
+
+def tag_of(step: int) -> str:
+    """The folder name of the checkpoint after `step` steps, as DeepSpeed names it."""
+    return f"global_step{step}"
+
+
+def layout_of(job: Job) -> dict[str, Any]:
+    """What must be equal for DeepSpeed to load its own shards again."""
+    return {
+        **asdict(job.mesh),
+        "zero_stage": job.zero_stage,
+        "stages": list(job.stages),
+        "pipeline_schedule": job.pipeline_schedule,
+        "precision": asdict(job.precision) | {"reason": ""},
+        "optimizer": job.optimizer.type,
+    }
+
+
+def write_manifest(job: Job, state: TrainState, path: Path) -> None:
+    """Describe the complete checkpoint at `path`; for one rank, after every rank has written."""
+    files = sorted(file for file in path.rglob("*") if file.is_file() and file.name != MANIFEST)
+    content = {
+        "state": asdict(state),
+        "layout": layout_of(job),
+        "identity": identity(job.options, job.model, job.batch.sequence_length),
+        "files": {str(file.relative_to(path)): file.stat().st_size for file in files},
+    }
+    with replaced_atomically(path / MANIFEST) as file:
+        file.write((json.dumps(content, indent=2) + "\n").encode())
+
+
+def point_latest(folder: Path, tag: str) -> None:
+    """Make `tag` the checkpoint that a run resumes from."""
+    with replaced_atomically(folder / LATEST) as file:
+        file.write(f"{tag}\n".encode())
+
+
+def find_checkpoint(output_dir: str, resume: str) -> Checkpoint | None:
+    """The checkpoint that ``--resume`` asks for; None where a run starts at step 0.
+
+    Raises:
+        JobError: a checkpoint was named or is pointed to, and is missing or incomplete.
+    """
+    folder = Path(output_dir) / CHECKPOINTS
+    if resume == "never" or (resume == "auto" and not (folder / LATEST).exists()):
+        return None
+    if resume == "auto":
+        return read_checkpoint(folder / (folder / LATEST).read_text(encoding="utf-8").strip())
+    return read_checkpoint(Path(resume))
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """The complete checkpoint at `path`.
+
+    Raises:
+        JobError: no manifest, or a file that it names is missing or has another size.
+    """
+    remedy = "Name another checkpoint with --resume PATH, or use another --output_dir"
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        state, layout, files = TrainState(**manifest["state"]), manifest["layout"], manifest["files"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        rule = f"is no complete checkpoint: {MANIFEST} cannot be read ({type(error).__name__}: {error})"
+        raise JobError([Problem("resume", str(path), rule, remedy)]) from error
+    wrong = [name for name, size in files.items() if _size(path / name) != size]
+    if wrong:
+        rule = f"is no complete checkpoint: files missing or of another size than when saved: {wrong}"
+        raise JobError([Problem("resume", str(path), rule, remedy)])
+    return Checkpoint(path.parent, path.name, state, layout)
+
+
+def resume_problems(job: Job) -> list[Problem]:
+    """Why the checkpoint that this job would resume from cannot be loaded by it."""
+    try:
+        checkpoint = find_checkpoint(job.output_dir, job.options.resume)
+    except JobError as error:
+        return list(error.problems)
+    if checkpoint is None:
+        return []
+    here = layout_of(job)
+    differing = [
+        f"{key} {checkpoint.layout.get(key)} there, {here[key]} here"
+        for key in here
+        if here[key] != checkpoint.layout.get(key)
+    ]
+    if not differing:
+        return []
+    rule = f"was saved in another layout: {'; '.join(differing)}"
+    remedy = "Resume in the layout it was saved in, or start anew in another --output_dir"
+    return [Problem("resume", str(checkpoint.path), rule, remedy)]
+
+
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None

@@ -1,0 +1,64 @@
+"""Saving and loading: DeepSpeed writes and reads the shards, this decides when they count."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import torch.distributed as dist
+
+from pipeline.checkpoints.folder import (
+    Checkpoint,
+    TrainState,
+    point_latest,
+    tag_of,
+    write_manifest,
+)
+from pipeline.job.job import Job
+from pipeline.job.run_file import CHECKPOINTS
+from pipeline.training.engine import TrainEngine
+
+STATE_KEY = "train_state"
+
+
+def save_checkpoint(engine: TrainEngine, job: Job, state: TrainState) -> Path:
+    """Write a checkpoint of this moment. Collective: every rank calls it, at a step boundary.
+
+    Returns:
+        The folder of the checkpoint, complete and pointed to by `latest`.
+
+    Raises:
+        OSError: this rank could not write; no `latest` points to the incomplete checkpoint.
+    """
+    folder = Path(job.output_dir) / CHECKPOINTS
+    tag = tag_of(state.step)
+    engine.deepspeed.save_checkpoint(
+        str(folder), tag=tag, client_state={STATE_KEY: asdict(state)}, save_latest=False
+    )
+    dist.barrier()  # every shard is written
+    if engine.parallel.rank == 0:
+        write_manifest(job, state, folder / tag)
+        point_latest(folder, tag)
+    dist.barrier()  # nobody goes on, and perhaps exits, before the checkpoint counts
+    return folder / tag
+
+
+def load_checkpoint(engine: TrainEngine, checkpoint: Checkpoint) -> TrainState:
+    """Continue from a checkpoint of the same layout. Collective.
+
+    Raises:
+        RuntimeError: DeepSpeed loaded nothing, or another step than the manifest names.
+    """
+    loaded, client_state = engine.deepspeed.load_checkpoint(
+        str(checkpoint.folder), tag=checkpoint.tag, load_lr_scheduler_states=False
+    )
+    if loaded is None:
+        raise RuntimeError(f"DeepSpeed found no shards in {checkpoint.path} for rank {engine.parallel.rank}")
+    state = TrainState(**client_state[STATE_KEY])
+    if state != checkpoint.state or engine.deepspeed.global_steps != state.step:
+        raise RuntimeError(
+            f"{checkpoint.path} holds {state} at DeepSpeed's step {engine.deepspeed.global_steps}, "
+            f"its manifest says {checkpoint.state}"
+        )
+    engine.step = state.step
+    return state

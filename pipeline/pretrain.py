@@ -1,0 +1,106 @@
+"""Pretrain a GPT: ``deepspeed pipeline/pretrain.py [options]``, or by torchrun, or alone.
+
+Every rank reads the job for itself and comes to the same result. A wrong job is refused here, before torch is
+imported. Exit codes: 0 finished, 2 wrong job, 3 stopped with a checkpoint saved, 1 anything else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+if __name__ == "__main__":
+    # A script's own folder comes first on sys.path; the package is one above.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from pipeline.checkpoints.folder import resume_problems
+from pipeline.cluster.outcome import Outcome, write_outcome
+from pipeline.cluster.rank_environment import RankEnvironment, read_rank_environment
+from pipeline.cluster.world import world_from_environment
+from pipeline.job.job import Job
+from pipeline.job.options import Options, parse_options
+from pipeline.job.problems import EXIT_FAILED, EXIT_WRONG_JOB, JobError
+from pipeline.job.report import console, print_problems
+from pipeline.job.resolve import resolve
+
+
+def main(arguments: Sequence[str]) -> int:
+    """One rank's whole life; its exit code."""
+    try:
+        environment = read_rank_environment()
+    except JobError as error:
+        print_problems(console(stderr=True), error.problems)
+        return EXIT_WRONG_JOB
+    try:
+        with _only_rank_0_speaks(environment):
+            job = _read_job(parse_options(arguments), environment)
+    except JobError as error:
+        return _refuse(error, environment)
+    return _train(job, environment)
+
+
+def _read_job(options: Options, environment: RankEnvironment) -> Job:
+    job = resolve(options, world_from_environment(environment))
+    if problems := resume_problems(job):
+        raise JobError(problems)
+    return job
+
+
+def _train(job: Job, environment: RankEnvironment) -> int:
+    os.environ.update(environment.variables())
+    from pipeline.training.quiet import quiet_deepspeed
+
+    quiet_deepspeed(environment.rank)
+    from pipeline.training.run import run
+
+    try:
+        ending = run(job, environment)
+    except JobError as error:
+        return _refuse(error, environment, job.output_dir)
+    except Exception as error:  # noqa: BLE001  (reported, recorded, and the exit code is 1)
+        # Said here and now: the launcher ends the other ranks as soon as one is gone.
+        print(f"rank {environment.rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        message = f"{type(error).__name__}: {error}"
+        outcome = Outcome("failed", 0, environment.master_port, environment.rank, message)
+        write_outcome(job.output_dir, outcome)
+        return EXIT_FAILED
+    outcome = Outcome(ending.status, ending.step, environment.master_port, message=ending.message)
+    if environment.rank == 0:
+        write_outcome(job.output_dir, outcome)
+    return outcome.exit_code
+
+
+def _refuse(error: JobError, environment: RankEnvironment, output_dir: str | None = None) -> int:
+    if environment.rank == 0:
+        print_problems(console(stderr=True), error.problems)
+        if output_dir is not None:
+            write_outcome(output_dir, Outcome("wrong_job", 0, environment.master_port))
+    return EXIT_WRONG_JOB
+
+
+@contextlib.contextmanager
+def _only_rank_0_speaks(environment: RankEnvironment):
+    """Every rank finds the same problems; one report is enough."""
+    if environment.rank == 0:
+        yield
+        return
+    with (
+        Path(os.devnull).open("w") as nowhere,
+        contextlib.redirect_stderr(nowhere),
+        contextlib.redirect_stdout(nowhere),
+    ):
+        yield
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code == EXIT_FAILED:
+        # Leaving the process group could wait for ranks that are gone.
+        os._exit(code)
+    sys.exit(code)

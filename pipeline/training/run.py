@@ -1,0 +1,201 @@
+"""One rank's run, from a resolved job to its end: the parts, in the order a reader would expect them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from pipeline.checkpoints.folder import TrainState, find_checkpoint
+from pipeline.checkpoints.transfer import load_checkpoint, save_checkpoint
+from pipeline.cluster.rank_environment import RankEnvironment
+from pipeline.data.evaluation import eval_batches
+from pipeline.data.loader import BatchLoader
+from pipeline.data.training_data import TrainingData, load_data
+from pipeline.job.job import Job
+from pipeline.job.run_file import write_run_file
+from pipeline.parallel.context import Parallel
+from pipeline.training.build import build_engine
+from pipeline.training.console import Console, make_console
+from pipeline.training.devices import peak_tflops
+from pipeline.training.distributed import start_distributed, stop_distributed
+from pipeline.training.engine import TrainEngine
+from pipeline.training.flops import training_flops_per_token
+from pipeline.training.loop import Loop, evaluate
+from pipeline.training.metrics import MetricsFile, MetricsSink, Speedometer
+from pipeline.training.monitors import Monitors
+from pipeline.training.quiet import captured_stdout
+from pipeline.training.sample import sample_text
+from pipeline.training.signals import StopRequest
+
+METRICS_FILE = "metrics.jsonl"
+# How long a collective waits for other ranks: longer than the slowest save.
+GROUP_TIMEOUT = timedelta(minutes=30)
+
+
+class Ending(NamedTuple):
+    """How a run ended, with the steps done."""
+
+    status: Literal["finished", "stopped"]
+    step: int
+    message: str
+
+
+def run(job: Job, environment: RankEnvironment) -> Ending:
+    """Train `job` as the rank that `environment` describes.
+
+    Raises:
+        JobError: the data cannot be used (found before ranks meet, on every rank alike).
+    """
+    rank = environment.rank
+    with StopRequest(announce=rank == 0) as stop:
+        checkpoint = find_checkpoint(job.output_dir, job.options.resume)
+        state = checkpoint.state if checkpoint else TrainState()
+        console = make_console(
+            rank,
+            total_steps=job.train_steps,
+            log_interval=job.options.log_interval,
+            resume_step=state.step,
+        )
+        data = _data(job, console)
+        start_distributed(job.world.device, environment.local_rank, GROUP_TIMEOUT)
+        if rank == 0:
+            write_run_file(job)
+        parallel = Parallel.create(job.mesh, GROUP_TIMEOUT)
+        with captured_stdout():
+            engine = build_engine(job, parallel)
+        if checkpoint:
+            load_checkpoint(engine, checkpoint)
+        resumed = f"resumed from {checkpoint.path}" if checkpoint else "starting at step 0"
+        console.start([*data.summary(), *parallelism(job), resumed])
+        try:
+            ending = _train(job, parallel, engine, data, state, stop, console)
+        finally:
+            console.finish()
+        stop_distributed()
+    return ending
+
+
+def _data(job: Job, console: Console) -> TrainingData:
+    return load_data(
+        job.options.data,
+        Path(job.output_dir) / "data",
+        sequence_length=job.batch.sequence_length,
+        seed=job.options.seed,
+        eval_fraction=job.options.eval_fraction if job.options.eval_samples else 0.0,
+        vocab_size=job.model.vocab_size,
+        report=console.message,
+    )
+
+
+def _train(
+    job: Job,
+    parallel: Parallel,
+    engine: TrainEngine,
+    data: TrainingData,
+    state: TrainState,
+    stop: StopRequest,
+    console: Console,
+) -> Ending:
+    """Loop, then the last words: held-out loss, a sample of text, how to go on."""
+    here, mesh = parallel.coordinates, job.mesh
+    eval_set: Sequence = ()
+    if data.held_out is not None:
+        eval_set = eval_batches(
+            data.held_out, job.options.eval_samples, job.batch.micro_batch_size, here.data, mesh.data
+        )
+    with contextlib.ExitStack() as stack:
+        loader = BatchLoader(data.train, job.batch, here.data, mesh.data, start=state.consumed_samples)
+        stack.enter_context(loader)
+        files, monitors = _sinks(job, parallel, state, stack, console)
+
+        def save(state: TrainState) -> None:
+            for file in files:
+                file.sync()  # the lines up to a checkpoint must outlive the host as it does
+            console.message(f"saved {save_checkpoint(engine, job, state)}")
+
+        loop = Loop(
+            job=job,
+            parallel=parallel,
+            engine=engine,
+            loader=loader,
+            eval_set=eval_set,
+            sinks=() if parallel.rank else (*files, console, *monitors),
+            speedometer=_speedometer(job),
+            save=save,
+            stop_requested=lambda: stop.requested,
+            state=state,
+        )
+        status = loop.run()
+        done = loop.state.step
+        if status == "stopped":
+            console.message(f"stopped after step {done} of {job.train_steps}; {_resume_hint(job)}")
+            return Ending("stopped", done, stop.signal_name or "asked to stop on another rank")
+        if state.step >= job.train_steps:
+            console.message(f"the run had finished at step {done} before; {_go_on_hint(job)}")
+            if eval_set:
+                console.message(f"held-out loss {evaluate(engine, parallel, eval_set):.4f}")
+        if job.options.sample_tokens > 0:
+            prompt, count = job.options.sample_prompt, job.options.sample_tokens
+            console.message(f"sample:\n{sample_text(engine, job, data.tokenizer, prompt, count)}\n")
+        console.message(f"finished {done} steps; {_go_on_hint(job)}")
+    return Ending("finished", done, "")
+
+
+def _sinks(
+    job: Job, parallel: Parallel, state: TrainState, stack: contextlib.ExitStack, console: Console
+) -> tuple[list[MetricsFile], list[MetricsSink]]:
+    """Rank 0's metrics file and monitors; none on other ranks."""
+    if parallel.rank != 0:
+        return [], []
+    file = stack.enter_context(MetricsFile(Path(job.output_dir) / METRICS_FILE, state.step))
+    if file.missing_steps:
+        console.message(f"{METRICS_FILE} lacks {file.missing_steps} of the steps before this start")
+    if not job.monitors:
+        return [file], []
+    monitors = Monitors(job.monitors, state.step)
+    stack.callback(monitors.close)
+    return [file], [monitors]
+
+
+def _speedometer(job: Job) -> Speedometer:
+    peak = peak_tflops(job.world.device_name, job.precision.compute)
+    return Speedometer(
+        tokens_per_step=job.batch.tokens_per_step,
+        flops_per_token=training_flops_per_token(job.model, job.batch.sequence_length),
+        num_devices=job.mesh.world_size,
+        peak_flops=peak * 1e12 if peak else None,
+    )
+
+
+def parallelism(job: Job) -> list[str]:
+    """One line for each kind of parallelism that the job applies."""
+    mesh, lines = job.mesh, []
+    if mesh.pipeline > 1:
+        lines.append(
+            f"pipeline: {mesh.pipeline} stages, schedule {job.pipeline_schedule}, "
+            f"layer boundaries {list(job.stages)}"
+        )
+    if mesh.tensor > 1:
+        lines.append(f"tensor: every weight matrix cut over {mesh.tensor} ranks")
+    if mesh.sequence > 1:
+        length = job.batch.sequence_length // mesh.sequence
+        lines.append(f"sequence: {length} tokens of each sample on each of {mesh.sequence} ranks (Ulysses)")
+    lines.append(
+        f"data: {mesh.data} replicas, ZeRO {job.zero_stage} over {mesh.replicas} ranks, "
+        f"{job.precision.compute}, gradients summed in {job.precision.accumulation}"
+    )
+    return lines
+
+
+def _resume_hint(job: Job) -> str:
+    return f"to resume: ./launch.sh --config {job.output_dir}/run.json --output_dir {job.output_dir}"
+
+
+def _go_on_hint(job: Job) -> str:
+    return (
+        f"to train on: ./launch.sh --config {job.output_dir}/run.json --output_dir {job.output_dir} "
+        f"--train_steps {2 * job.train_steps}"
+    )
