@@ -1,0 +1,365 @@
+"""launch.sh and what it starts: arguments, the launcher's command line, exit codes, signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.cluster import launch, launcher_command
+from pipeline.cluster.hostfile import Host
+from pipeline.cluster.launcher_command import Launch, plan_launch
+from pipeline.cluster.launcher_options import LauncherOptions, split_arguments
+from pipeline.cluster.outcome import Outcome, read_outcome, write_outcome
+from pipeline.cluster.run import run_launch
+from pipeline.cluster.supervise import Ended, Supervisor
+from pipeline.cluster.world import World
+from pipeline.job.problems import JobError
+
+ROOT = Path(__file__).parents[1]
+CPU = World((Host("localhost", 2),), "cpu")
+GPUS = World((Host("localhost", 2, (2, 3)),), "cuda", "NVIDIA A100-SXM4-80GB", True)
+LOCAL_FILE = World((Host("localhost", 2),), "cpu", hostfile="hosts")
+REMOTE = World((Host("h1", 8), Host("h2", 8)), "cuda", None, True, "hosts")
+ONE_REMOTE = World((Host("h2", 8),), "cuda", None, True, "hosts")
+
+
+# Arguments ---------------------------------------------------------------------------------------------
+
+
+def test_launcher_options_are_taken_out_wherever_they_stand() -> None:
+    options, job = split_arguments(
+        "--data a b --hostfile=hosts --seed 1 --num_gpus 4 --include_x -e h1 --resume never".split()
+    )
+    assert options == LauncherOptions(hostfile="hosts", num_gpus=4, exclude="h1")
+    assert job == "--data a b --seed 1 --include_x --resume never".split()
+
+
+def test_job_arguments_arrive_as_they_are() -> None:
+    given = ["--sample_prompt", 'it\'s "a b" $X', "--data", "a b"]
+    assert split_arguments(given) == (LauncherOptions(), given)
+
+
+def test_abbreviations_are_left_to_the_job_which_refuses_them() -> None:
+    assert split_arguments(["--num_g", "2"])[1] == ["--num_g", "2"]
+
+
+@pytest.mark.parametrize("arguments", ["--num_gpus two", "--launcher carrier_pigeon", "--hostfile"])
+def test_values_of_the_wrong_type_end_with_code_2(arguments: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        split_arguments(arguments.split())
+    assert caught.value.code == 2
+
+
+def test_impossible_launcher_options_are_collected() -> None:
+    with pytest.raises(JobError) as caught:
+        split_arguments("--master_port 70000 --ssh_port 0 --stop_timeout -1 --no_ssh".split())
+    assert [problem.key for problem in caught.value.problems] == [
+        "master_port", "ssh_port", "stop_timeout", "no_ssh",
+    ]  # fmt: skip
+
+
+def test_a_wrong_job_starts_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(launch, "run_launch", lambda *_: pytest.fail("something was started"))
+    assert launch.main(["--hostfile", "no/such/file", "--seq_length", "-3", "--train_steps", "-1"]) == 2
+    printed = " ".join(capsys.readouterr().err.split())
+    assert "no/such/file" in printed
+    assert "seq_length" in printed
+    assert "train_steps" in printed
+
+
+# The launcher's command line ---------------------------------------------------------------------------
+
+
+def command(options: LauncherOptions, world: World, job: list[str] | None = None) -> str:
+    plan = plan_launch(options, world, job or [], {}, script="job.py", deepspeed=("deepspeed",))
+    return " ".join(plan.command).replace(str(plan.master_port), "PORT")
+
+
+@pytest.mark.parametrize(
+    ("options", "world", "expected"),
+    [
+        ({}, CPU, "--num_gpus 2 --master_port PORT --master_addr 127.0.0.1"),
+        ({"num_gpus": 2}, CPU, "--num_gpus 2 --master_port PORT --master_addr 127.0.0.1"),
+        ({}, GPUS, "--include localhost:2,3 --master_port PORT --master_addr 127.0.0.1"),
+        (
+            {},
+            LOCAL_FILE,
+            "--hostfile hosts --master_port PORT --master_addr 127.0.0.1 --no_ssh_check",
+        ),
+        (
+            {"num_nodes": 2, "num_gpus": 8, "ssh_port": 2222, "launcher": "openmpi"},
+            REMOTE,
+            "--hostfile hosts --num_nodes 2 --num_gpus 8 --master_port PORT"
+            " --launcher openmpi --ssh_port 2222",
+        ),
+        (
+            {"include": "h2", "master_addr": "10.0.0.2"},
+            ONE_REMOTE,
+            "--hostfile hosts --include h2 --force_multi --master_port PORT --master_addr 10.0.0.2",
+        ),
+        (
+            {"no_ssh": True, "node_rank": 0, "master_addr": "h1", "launcher_args": "-x A"},
+            REMOTE,
+            "--hostfile hosts --master_port PORT --master_addr h1"
+            " --no_ssh --node_rank 0 --launcher_args=-x A",
+        ),
+    ],
+)
+def test_everything_the_launcher_would_guess_is_said(options: dict, world: World, expected: str) -> None:
+    assert command(LauncherOptions(**options), world) == f"deepspeed --quiet {expected} job.py"
+
+
+def test_job_arguments_follow_the_script() -> None:
+    assert command(LauncherOptions(), CPU, ["--seed", "1"]).endswith("job.py --seed 1")
+
+
+def test_a_given_port_is_used_and_remote_hosts_get_deepspeeds() -> None:
+    assert plan_launch(LauncherOptions(master_port=1234), CPU, [], {}).master_port == 1234
+    assert plan_launch(LauncherOptions(), REMOTE, [], {}).master_port == 29500
+
+
+def test_cpu_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher_command, "available_cores", lambda: 8)
+    assert plan_launch(LauncherOptions(), CPU, [], {"A": "b"}).environment == {
+        "A": "b", "OMP_NUM_THREADS": "4", "DS_ACCELERATOR": "cpu",
+    }  # fmt: skip
+    kept = plan_launch(LauncherOptions(), CPU, [], {"OMP_NUM_THREADS": "1"}).environment
+    assert kept["OMP_NUM_THREADS"] == "1"
+    assert plan_launch(LauncherOptions(), GPUS, [], {"A": "b"}).environment == {"A": "b"}
+
+
+# Exit codes --------------------------------------------------------------------------------------------
+
+
+def start(folder: Path, code: str, stop_timeout: float = 20.0) -> int:
+    """Run Python code in place of the launcher; `say(status)` writes the job's word."""
+    script = folder / "launcher.py"
+    script.write_text(
+        "import os, signal, subprocess, sys, time\n"
+        "from pipeline.cluster.outcome import Outcome, write_outcome\n"
+        "def say(status, port=7, rank=0):\n"
+        f"    write_outcome({str(folder)!r}, Outcome(status, 5, port, rank))\n" + code
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return run_launch(Launch((sys.executable, str(script)), environment, 7), folder, stop_timeout)
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("say('finished')", 0),
+        ("say('stopped'); sys.exit(3)", 3),
+        ("say('stopped')", 3),
+        ("say('failed'); sys.exit(1)", 1),
+        ("say('failed')", 1),
+        ("say('wrong_job'); sys.exit(2)", 2),
+        ("pass", 1),  # the launcher says success, the job says nothing
+        ("sys.exit(3)", 1),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 1),
+        ("say('finished'); os.kill(os.getpid(), signal.SIGKILL)", 0),
+        ("say('finished', port=8)", 1),  # another job in the same folder
+        ("say('failed', rank=1); say('stopped')", 1),  # the first failure stays
+    ],
+)
+def test_the_exit_code_is_the_jobs_word(tmp_path: Path, code: str, expected: int) -> None:
+    assert start(tmp_path, code) == expected
+
+
+def test_an_outcome_of_an_earlier_start_does_not_count(tmp_path: Path) -> None:
+    write_outcome(tmp_path, Outcome("finished", 5, 7))
+    assert start(tmp_path, "pass") == 1
+
+
+def test_outcomes_that_cannot_be_understood_do_not_count(tmp_path: Path) -> None:
+    for text in ("", "[]", "{}", '{"status": "great", "step": 1, "master_port": 7}'):
+        (tmp_path / "outcome.json").write_text(text)
+        assert read_outcome(tmp_path, 7) is None
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_processes_that_the_launcher_leaves_behind_are_ended(tmp_path: Path) -> None:
+    child = "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+    keep = f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\n"
+    assert start(tmp_path, child + keep + "os.kill(os.getpid(), signal.SIGKILL)") == 1
+    assert not is_running(int((tmp_path / "pid").read_text()))
+
+
+def test_after_the_stop_timeout_everything_is_killed(tmp_path: Path) -> None:
+    stubborn = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nos.kill(os.getppid(), signal.SIGTERM)\n"
+    began = time.monotonic()
+    assert start(tmp_path, stubborn + "time.sleep(60)", stop_timeout=0.5) == 1
+    assert time.monotonic() - began < 10
+
+
+def test_a_second_signal_kills_at_once(tmp_path: Path) -> None:
+    stubborn = (
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "os.kill(os.getppid(), signal.SIGINT); time.sleep(0.5); os.kill(os.getppid(), signal.SIGINT)\n"
+    )
+    began = time.monotonic()
+    assert start(tmp_path, stubborn + "time.sleep(60)") == 1
+    assert time.monotonic() - began < 10
+
+
+def test_handlers_are_put_back(tmp_path: Path) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    ended = Supervisor(1.0, print).run((sys.executable, "-c", "raise SystemExit(4)"), dict(os.environ))
+    assert ended == Ended(4, None, False)
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+
+
+# The real launcher -------------------------------------------------------------------------------------
+
+RANK = """
+import json, os, signal, sys, time
+from pathlib import Path
+from pipeline.cluster.outcome import Outcome, write_outcome
+from pipeline.cluster.rank_environment import read_rank_environment
+
+place = read_rank_environment()
+folder, seconds = Path(sys.argv[-2]), float(sys.argv[-1])
+stops = []
+signal.signal(signal.SIGTERM, lambda *_: stops.append(1))
+draft = folder / f"draft{place.rank}"
+draft.write_text(json.dumps({"pid": os.getpid(), "launcher": os.getppid(), "arguments": sys.argv[1:],
+    "environment": place.variables(), "threads": os.environ["OMP_NUM_THREADS"]}))
+draft.rename(folder / f"rank{place.rank}.json")
+end = time.monotonic() + seconds
+while time.monotonic() < end and not stops:
+    time.sleep(0.05)
+if place.rank == 0:
+    write_outcome(folder, Outcome("stopped" if stops else "finished", 1, place.master_port))
+sys.exit(3 if stops else 0)
+"""
+
+DRIVER = """
+import os, sys
+from pipeline.cluster.launcher_command import plan_launch
+from pipeline.cluster.launcher_options import split_arguments
+from pipeline.cluster.run import run_launch
+from pipeline.cluster.world import resolve_world
+
+options, job = split_arguments(sys.argv[2:])
+world = resolve_world(options.hostfile, num_gpus=options.num_gpus)
+sys.exit(run_launch(plan_launch(options, world, job, os.environ, sys.argv[1]), job[-2], 20.0))
+"""
+
+
+@pytest.fixture
+def drive(tmp_path: Path):
+    """Starts RANK through the real launcher in its own process: `drive("--num_gpus", "2", seconds=1)`."""
+    (tmp_path / "rank.py").write_text(RANK)
+    started: list[subprocess.Popen] = []
+
+    def run(*arguments: str, seconds: float) -> subprocess.Popen:
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+        everything = [str(tmp_path / "rank.py"), *arguments, str(tmp_path), str(seconds)]
+        started.append(subprocess.Popen([sys.executable, "-c", DRIVER, *everything], env=environment))
+        return started[-1]
+
+    yield run
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def wait_for_ranks(folder: Path, count: int) -> list[dict]:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        files = sorted(folder.glob("rank[0-9]*.json"))
+        if len(files) == count:
+            return [json.loads(file.read_text()) for file in files]
+        time.sleep(0.1)
+    raise TimeoutError(f"{count} ranks did not start within 120 s")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hostfile", [False, True])
+def test_two_ranks_start_through_deepspeed(tmp_path: Path, drive, hostfile: bool) -> None:
+    where = ("--hostfile", str(ROOT / "hostfiles" / "localhost")) if hostfile else ("--num_gpus", "2")
+    assert drive(*where, "--text", "a b 'c' $HOME", seconds=0.1).wait(150) == 0
+    for rank, found in enumerate(wait_for_ranks(tmp_path, 2)):
+        environment = found["environment"]
+        assert (environment["RANK"], environment["LOCAL_RANK"]) == (str(rank), str(rank))
+        assert (environment["WORLD_SIZE"], environment["LOCAL_SIZE"]) == ("2", "2")
+        assert environment["MASTER_ADDR"] == "127.0.0.1"
+        assert found["arguments"][1:3] == ["--text", "a b 'c' $HOME"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_every_rank_in_seconds(tmp_path: Path, drive, number: signal.Signals) -> None:
+    process = drive("--num_gpus", "2", seconds=300)
+    ranks = wait_for_ranks(tmp_path, 2)
+    began = time.monotonic()
+    process.send_signal(number)
+    assert process.wait(60) == 3
+    assert time.monotonic() - began < 15
+    assert not any(is_running(rank["pid"]) for rank in ranks)
+
+
+@pytest.mark.slow
+def test_a_killed_launcher_is_a_failure_and_leaves_nothing(tmp_path: Path, drive) -> None:
+    process = drive("--num_gpus", "2", seconds=300)
+    ranks = wait_for_ranks(tmp_path, 2)
+    os.kill(ranks[0]["launcher"], signal.SIGKILL)
+    assert process.wait(60) == 1
+    assert not any(is_running(rank["pid"]) for rank in ranks)
+
+
+# launch.sh ---------------------------------------------------------------------------------------------
+
+
+def run_launch_sh(tmp_path: Path, pythons: dict[str, str]) -> subprocess.CompletedProcess:
+    """launch.sh --setup_only with nothing on the PATH but a shell and the given python commands."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for tool in ("bash", "dirname"):
+        (tools / tool).symlink_to(shutil.which(tool))
+    for name, script in pythons.items():
+        (tools / name).write_text(f"#!{shutil.which('bash')}\n{script}\n")
+        (tools / name).chmod(0o755)
+    shutil.copy(ROOT / "launch.sh", tmp_path)
+    line = [str(tools / "bash"), str(tmp_path / "launch.sh"), "--setup_only"]
+    return subprocess.run(line, env={"PATH": str(tools)}, capture_output=True, text=True, check=False)
+
+
+OLD_PYTHON = 'if [ "$1" = -V ]; then echo Python 3.9.1; else exit 1; fi'
+NO_VENV_PYTHON = 'case "$*" in *ensurepip*) exit 1;; esac'
+
+
+@pytest.mark.parametrize(
+    ("pythons", "message"),
+    [
+        ({}, "there is no python3 on the PATH"),
+        ({"python3": OLD_PYTHON}, "python3 is Python 3.9.1"),
+        ({"python3": NO_VENV_PYTHON}, "apt-get install python3-venv"),
+        ({"python3": OLD_PYTHON, "python3.12": NO_VENV_PYTHON}, "python3.12 cannot make virtual env"),
+    ],
+)
+def test_a_machine_without_a_fitting_python_is_told_what_to_do(
+    tmp_path: Path, pythons: dict[str, str], message: str
+) -> None:
+    done = run_launch_sh(tmp_path, pythons)
+    assert done.returncode == 1
+    assert message in done.stderr
+
+
+def test_a_newer_python_beside_an_old_one_is_found(tmp_path: Path) -> None:
+    good = f'case "$*" in *install.py*) echo "install $*" > {tmp_path}/called;; esac'
+    assert run_launch_sh(tmp_path, {"python3": OLD_PYTHON, "python3.11": good}).returncode == 0
+    assert (tmp_path / "called").read_text().strip().endswith(f"install.py {tmp_path}")
