@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from pipeline.checkpoints.folder import resume_problems
 from pipeline.cluster.launcher_command import plan_launch
 from pipeline.cluster.launcher_options import LauncherOptions, launcher_parser, split_arguments
 from pipeline.cluster.run import run_launch
@@ -32,6 +33,10 @@ def check_job(options: LauncherOptions, job_arguments: Sequence[str]) -> tuple[W
     job_options = parse_options(job_arguments, prog="./launch.sh")
     world, problems = _world(options)
     draft = examine(job_options, world, problems)
+    if draft.job is not None:
+        draft.problems += resume_problems(draft.job)
+    if draft.errors:
+        draft.job = None
     out = console(stderr=draft.job is None)
     out.print(describe(draft))
     print_problems(out, draft.problems)
