@@ -32,11 +32,13 @@ class TrainState:
         step: Optimizer steps taken.
         consumed_samples: Samples of the whole job read so far.
         tokens: Input tokens of those samples.
+        data: Fingerprint of the training tokens that the order runs over; empty before the first start.
     """
 
     step: int = 0
     consumed_samples: int = 0
     tokens: int = 0
+    data: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """GPT as one list of layers with two assemblies: sequential (one stage) and pipelined.
 
-Both give every parameter the same name, the one `PipelineModule` would give it: ``tied_modules.embed.weight`` for
-the shared table, ``<index in the list>.<name>`` for all others.
+Both give every parameter the same name, the one `PipelineModule` would give it: ``tied_modules.embed.weight``
+for the shared table, ``<index in the list>.<name>`` for all others.
 """
 
 from __future__ import annotations

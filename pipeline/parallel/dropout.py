@@ -35,7 +35,7 @@ def combine(x: Tensor | int, y: Tensor | int) -> Tensor | int:
 
 @dataclass
 class DropoutClock:
-    """Which step the engine is in, and how many rows a micro-batch has; one per model, shared by its layers."""
+    """Which step the engine is in, and the rows of a micro-batch; one per model, shared by its layers."""
 
     seed: int
     micro_batch_size: int

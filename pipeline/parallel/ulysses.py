@@ -1,4 +1,4 @@
-"""DeepSpeed-Ulysses sequence parallelism (Jacobs et al. 2023): attention sees whole sequences, of fewer heads.
+"""DeepSpeed-Ulysses sequence parallelism (Jacobs et al. 2023): attention sees whole sequences of fewer heads.
 
 Everywhere else a rank holds positions [r t / n, (r + 1) t / n) of its samples. Around attention two
 all-to-alls trade that cut of the sequence for a cut of the heads:

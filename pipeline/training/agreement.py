@@ -38,6 +38,25 @@ def gather_rows(parallel: Parallel, *values: int) -> torch.Tensor:
     return torch.stack(rows)
 
 
+class DataMismatch(RuntimeError):
+    """Hosts that must read the same tokens do not."""
+
+
+def agree_on_data(parallel: Parallel, fingerprint: str) -> None:
+    """Compare the tokens that each rank reads, by the hexadecimal hash of all of them.
+
+    Raises:
+        DataMismatch: on every rank alike, naming the ranks that differ from rank 0.
+    """
+    rows = gather_rows(parallel, int(fingerprint[:15], 16))  # 60 bits fit an int64
+    odd = [rank for rank in range(len(rows)) if rows[rank] != rows[0]]
+    if odd:
+        raise DataMismatch(
+            f"ranks {odd} read other training tokens than rank 0: give every host the same files, "
+            f"or for the embedded corpus the same Python version"
+        )
+
+
 def agree_on_step(parallel: Parallel, batch: StepBatch, stop: bool, verify: bool) -> StepAgreement:
     """Count the step's tokens, share a stop request and, where `verify`, compare the samples themselves.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pipeline.checkpoints.folder import TrainState
@@ -79,7 +79,8 @@ class Loop:
 
     def _advance(self, step: int, batch: StepBatch) -> None:
         consumed = batch.first_sample + batch.num_samples
-        self.state = TrainState(step, consumed, self.state.tokens + batch.num_tokens)
+        tokens = self.state.tokens + batch.num_tokens
+        self.state = replace(self.state, step=step, consumed_samples=consumed, tokens=tokens)
 
     def _is_due(self, step: int, interval: int) -> bool:
         return step == self.job.train_steps or (interval > 0 and step % interval == 0)

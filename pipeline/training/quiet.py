@@ -32,6 +32,8 @@ def quiet_deepspeed(rank: int) -> None:
     """
     logging.disable(logging.INFO if rank == 0 else logging.WARNING)
     logging.getLogger("DeepSpeed").addFilter(_NOT_EXPECTED)
+    # DeepSpeed 0.19 calls collectives by names that torch renames in a later release.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     if rank != 0:
         warnings.simplefilter("ignore")
 

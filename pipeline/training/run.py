@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from pipeline.checkpoints.folder import TrainState, find_checkpoint
+from pipeline.checkpoints.folder import Checkpoint, TrainState, find_checkpoint
 from pipeline.checkpoints.transfer import load_checkpoint, save_checkpoint
 from pipeline.cluster.rank_environment import RankEnvironment
 from pipeline.data.evaluation import eval_batches
 from pipeline.data.loader import BatchLoader
 from pipeline.data.training_data import TrainingData, load_data
 from pipeline.job.job import Job
+from pipeline.job.problems import JobError, Problem
 from pipeline.job.run_file import write_run_file
 from pipeline.parallel.context import Parallel
+from pipeline.training.agreement import agree_on_data
 from pipeline.training.build import build_engine
 from pipeline.training.console import Console, make_console
 from pipeline.training.devices import peak_tflops
@@ -60,10 +63,12 @@ def run(job: Job, environment: RankEnvironment) -> Ending:
             resume_step=state.step,
         )
         data = _data(job, console)
+        state = _same_data(state, data, checkpoint)
         start_distributed(job.world.device, environment.local_rank, GROUP_TIMEOUT)
         if rank == 0:
             write_run_file(job)
         parallel = Parallel.create(job.mesh, GROUP_TIMEOUT)
+        agree_on_data(parallel, data.fingerprint)
         with captured_stdout():
             engine = build_engine(job, parallel)
         if checkpoint:
@@ -88,6 +93,20 @@ def _data(job: Job, console: Console) -> TrainingData:
         vocab_size=job.model.vocab_size,
         report=console.message,
     )
+
+
+def _same_data(state: TrainState, data: TrainingData, checkpoint: Checkpoint | None) -> TrainState:
+    """The state with this data's fingerprint, which a resumed run must find again: its position in the sample
+    order means nothing in other tokens.
+
+    Raises:
+        JobError: the training tokens are not those of the checkpoint.
+    """
+    if checkpoint is not None and state.data != data.fingerprint:
+        rule = f"was trained on other tokens (fingerprint {state.data}) than the data now holds"
+        remedy = f"Restore the data, here {data.fingerprint}, or start anew in another --output_dir"
+        raise JobError([Problem("resume", str(checkpoint.path), rule, remedy)])
+    return replace(state, data=data.fingerprint)
 
 
 def _train(
