@@ -37,12 +37,20 @@ def batches() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return tokens, labels, mask
 
 
-@pytest.mark.parametrize("clipping", [0.0, 0.05, 100.0])
-def test_training_equals_torch_sgd_and_clip_grad_norm(clipping: float):
+@pytest.mark.parametrize(("clipping", "momentum"), [(0.0, 0.0), (0.05, 0.0), (100.0, 0.0), (0.05, 0.9)])
+def test_training_equals_torch_sgd_and_clip_grad_norm(clipping: float, momentum: float):
     tokens, labels, mask = batches()
-    run = train_reference(Bigram, tokens, labels, mask, learning_rate=0.3, gradient_clipping=clipping)
+    run = train_reference(
+        Bigram,
+        tokens,
+        labels,
+        mask,
+        learning_rate=0.3,
+        gradient_clipping=clipping,
+        momentum=momentum,
+    )
     model = Bigram()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=momentum)
     for step in range(STEPS):
         optimizer.zero_grad()
         ignored = labels[step].masked_fill(~mask[step], -100)

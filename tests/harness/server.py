@@ -8,6 +8,7 @@ When the other end closes, whatever runs is killed and the server leaves.
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import select
 import socket
@@ -19,6 +20,20 @@ from tests.harness.protocol import SUPERVISOR_LOG
 from tests.harness.rank import forked_from
 from tests.harness.supervisor import supervise
 
+# DeepSpeed and torch import most of themselves late: another 1,400 modules and two CPU seconds, per rank.
+PRELOADED = (
+    "deepspeed",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.engine",
+    "deepspeed.runtime.pipe.dualpipev",
+    "deepspeed.runtime.pipe.engine",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.runtime.zero.stage3",
+    "deepspeed.runtime.zero.stage_1_and_2",
+    "pytest",  # test modules import it
+    "torch._dynamo",  # by the first torch.optim optimizer
+)
+
 
 def preload() -> None:
     """Import what every rank needs, and make sure that it is safe to fork afterwards.
@@ -26,10 +41,10 @@ def preload() -> None:
     Raises:
         RuntimeError: an import has left threads behind.
     """
-    import deepspeed  # noqa: F401
-    import pytest  # noqa: F401  test modules import it
     import torch
 
+    for module in PRELOADED:
+        importlib.import_module(module)
     torch.set_num_threads(1)
     if num_threads() > 1:
         raise RuntimeError(f"{num_threads()} threads after importing torch and deepspeed: cannot fork safely")
