@@ -88,8 +88,6 @@ RULES: tuple[Rule, ...] = (
     Rule("aio", "aio needs offload to NVMe", "it serves nothing else", zero.aio),
     Rule("offload ratio", "A ratio needs offload of the optimizer to cpu",
          "it splits state between GPU and CPU", zero.offload_ratio),
-    Rule("offload and pipeline", "Offload needs one pipeline stage",
-         "DeepSpeed's pipeline engine is not tested with it", zero.offload_pipeline),
     Rule("overlap and pipeline", "overlap_comm needs one pipeline stage",
          "DeepSpeed turns it off under pipelines", zero.overlap_pipeline),
     Rule("second shard", "zero_hpz_partition_size divides data * sequence",
@@ -104,6 +102,9 @@ RULES: tuple[Rule, ...] = (
          "DeepSpeed cannot sum in fp32 there", zero.bf16_zero0),
     Rule("fp16 at stage 0", "fp16 at ZeRO stage 0 sums in fp16",
          "DeepSpeed cannot sum in fp32 there", zero.fp16_zero0),
+    Rule("tied gradients", "With pipeline stages, fp16 weights or offloaded optimizer state need sums in the "
+         "weights' format", "else DeepSpeed does not add the tied embedding's gradients of two stages",
+         zero.tied_gradients),
     Rule("accumulation", "grad_accum_dtype is fp32 or the weights' format",
          "a third format helps nobody", zero.accumulation),
     Rule("optimizer parameters", "Parameters belong to the optimizer's type",

@@ -57,13 +57,6 @@ def offload_ratio(f: Facts) -> Iterable[Problem]:
         yield f.config.problem(key, "acts with device cpu", "Set device to cpu, or remove it")
 
 
-def offload_pipeline(f: Facts) -> Iterable[Problem]:
-    for block in ("offload_optimizer", "offload_param"):
-        if f.stages > 1 and f.offload_device(block) != "none":
-            key = f"zero_optimization.{block}.device"
-            yield f.config.problem(key, f"must be none with {f.stages} pipeline stages", "Use one stage")
-
-
 def overlap_pipeline(f: Facts) -> Iterable[Problem]:
     key = "zero_optimization.overlap_comm"
     if f.stages > 1 and f.config.get(key, False):
@@ -121,6 +114,18 @@ def fp16_zero0(f: Facts) -> Iterable[Problem]:
     if f.compute == "fp16" and f.zero_stage == 0 and f.accumulation != "fp16":
         rule = "must be fp16 at ZeRO stage 0 with fp16 weights: DeepSpeed cannot sum in fp32 there"
         yield f.config.problem(ACCUMULATION, rule, "Use ZeRO stage 1", f.accumulation)
+
+
+def tied_gradients(f: Facts) -> Iterable[Problem]:
+    """DeepSpeed's pipeline engine reduces a tied weight's `grad`. Where sums have a format of their own they
+    are elsewhere, `grad` is None, and the reduction is left out without a word; only its bf16 optimizer
+    (ZeRO 1 without offload) is provided for."""
+    offloaded = f.offload_device("offload_optimizer") != "none"
+    if f.stages > 1 and f.accumulation != f.compute and (offloaded or f.compute == "fp16"):
+        cause = "offloaded optimizer state" if offloaded else "fp16 weights"
+        rule = f"must be {f.compute} for {cause} with {f.stages} pipeline stages"
+        remedy = f"Set it to {f.compute}, or use one stage{', or no offload' if offloaded else ''}"
+        yield f.config.problem(ACCUMULATION, rule, remedy, f.accumulation)
 
 
 def accumulation(f: Facts) -> Iterable[Problem]:

@@ -61,9 +61,6 @@ CASES: list[tuple[str, dict[str, Any], tuple, dict[str, Any], str, str]] = [
      {}, "zero_optimization.offload_optimizer.ratio", "acts with device cpu"),
     ("ZeRO keys", {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
      ((2,), CPU), {}, "zero_optimization.offload_optimizer.ratio", "acts at ZeRO stage 3"),
-    ("offload and pipeline", {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
-                              "pipeline": {"stages": 2}}, ((2,), CPU), {},
-     "zero_optimization.offload_optimizer.device", "must be none with 2 pipeline stages"),
     ("overlap and pipeline", {"zero_optimization": {"stage": 1, "overlap_comm": True},
                               "pipeline": {"stages": 2}}, ((2,), CPU), {},
      "zero_optimization.overlap_comm", "not possible with 2 pipeline stages"),
@@ -81,6 +78,12 @@ CASES: list[tuple[str, dict[str, Any], tuple, dict[str, Any], str, str]] = [
      "data_types.grad_accum_dtype", "must be bf16 at ZeRO stage 0"),
     ("fp16 at stage 0", {"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
      ((2,), A100), {}, "data_types.grad_accum_dtype", "must be fp16 at ZeRO stage 0"),
+    ("tied gradients", {"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"},
+                        "zero_optimization": {"stage": 1}, "pipeline": {"stages": 2}}, ((2,), A100), {},
+     "data_types.grad_accum_dtype", "must be fp16 for fp16 weights with 2 pipeline stages"),
+    ("tied gradients", {"bf16": {"enabled": True}, "pipeline": {"stages": 2},
+                        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+     ((2,), A100), {}, "data_types.grad_accum_dtype", "must be bf16 for offloaded optimizer state"),
     ("accumulation", {"data_types": {"grad_accum_dtype": "bf16"}}, ((2,), CPU), {},
      "data_types.grad_accum_dtype", "must be fp32 or the weights' fp32"),
     ("optimizer parameters", {"optimizer": {"params": {"momentum": 0.9}}}, ((2,), CPU), {},
@@ -121,6 +124,14 @@ def test_every_rule_has_a_case() -> None:
     elsewhere = {"run length", "vocabulary", "output folder"}
     assert {rule.name for rule in RULES} - {case[0] for case in CASES} == elsewhere
     assert len({rule.name for rule in RULES}) == len(RULES)
+
+
+def test_a_pipeline_may_offload_where_sums_have_the_weights_format(tmp_path: Path) -> None:
+    config = {
+        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+        "pipeline": {"stages": 2},
+    }
+    assert draft(tmp_path, config).job is not None
 
 
 def test_warnings_do_not_refuse_the_job(tmp_path: Path) -> None:
