@@ -120,3 +120,10 @@ class Job:
     json: dict[str, Any]
     resolved: tuple[Resolved, ...] = ()
     problems: tuple[Problem, ...] = ()
+
+    @property
+    def deepspeed_reports(self) -> bool:
+        """Whether the JSON asks for lines of DeepSpeed's own, which are silenced otherwise."""
+        flags = ("wall_clock_breakdown", "memory_breakdown", "dump_state")
+        logged = self.deepspeed.get("comms_logger", {}).get("enabled", False)
+        return logged or "steps_per_print" in self.json or any(self.deepspeed.get(flag) for flag in flags)

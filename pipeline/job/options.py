@@ -69,7 +69,7 @@ class Options:
     deepspeed: bool = False
     """Accepted as DeepSpeed's users pass it; DeepSpeed is always on."""
     local_rank: int | None = None
-    """Accepted as DeepSpeed's launcher passes it; must agree with LOCAL_RANK."""
+    """Accepted as DeepSpeed's launcher passes it, beside the LOCAL_RANK that is used."""
 
     def to_json(self) -> dict[str, Any]:
         """The options worth keeping with a run, as plain JSON values."""

@@ -112,7 +112,8 @@ _LAYOUT = (
     _block("pipeline", "Pipeline parallelism."),
     _size("pipeline.stages", "1", "Stages."),
     Key("pipeline.partition", "partition", "parameters", "How layers are dealt to stages: parameters, "
-        "uniform, or a list with the number of layers of each (embedding, positions, blocks, norm, output)."),
+        "uniform, or a list with the number of layers of each stage (of each half stage for dualpipev). "
+        "Layers are embedding, positions, blocks, norm, output."),
     Key("pipeline.schedule", "str", "1f1b", "1f1b, or dualpipev (two chunks of layers per stage).",
         choices=("1f1b", "dualpipev")),
     _block("tensor_parallel", "Tensor slicing inside layers."),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.job.drafts import A100, draft, world
 
 CONFIG = {
@@ -64,3 +66,20 @@ def test_deepspeed_accepts_every_key_of_it(tmp_path: Path) -> None:
     assert (config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps) == (2, 8)
     assert config.gradient_clipping == 1.0 and config.bfloat16_config.enabled
     assert config.optimizer_name is None and config.scheduler_name is None
+
+
+@pytest.mark.parametrize(
+    ("config", "asked"),
+    [
+        ({}, False),
+        ({"wall_clock_breakdown": False, "comms_logger": {"enabled": False}}, False),
+        ({"wall_clock_breakdown": True}, True),
+        ({"steps_per_print": 5}, True),
+        ({"memory_breakdown": True}, True),
+        ({"dump_state": True}, True),
+        ({"comms_logger": {"enabled": True}}, True),
+    ],
+)
+def test_reports_of_deepspeeds_own_are_known(config: dict, asked: bool, tmp_path: Path) -> None:
+    job = draft(tmp_path, config).job
+    assert job is not None and job.deepspeed_reports == asked
