@@ -9,9 +9,9 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 
+from pipeline.checkpoints.folder import resume_problems
 from pipeline.cluster.launcher_options import launcher_parser, split_arguments
 from pipeline.cluster.world import World, resolve_world
-from pipeline.job.job import Job
 from pipeline.job.options import CheckOptions, Options, parse_options
 from pipeline.job.problems import EXIT_FINISHED, EXIT_WRONG_JOB, JobError
 from pipeline.job.report import console, describe, print_problems, verdict
@@ -43,13 +43,11 @@ def check(options: Options, find_world: Callable[[], World]) -> Draft:
         draft = examine(options, find_world())
     except JobError as error:
         draft = examine(options, None, error.problems)
+    if draft.job is not None and (problems := resume_problems(draft.job)):
+        draft.problems += problems
+        draft.job = None
     print_draft(draft)
     return draft
-
-
-def print_job(job: Job) -> None:
-    """A job that was resolved already, with its warnings."""
-    print_draft(Draft.of(job))
 
 
 def print_draft(draft: Draft) -> None:

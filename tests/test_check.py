@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.check import check, main, print_job
-from pipeline.cluster.world import resolve_world
-from pipeline.job.options import CheckOptions
+from pipeline.check import main
 
 PROJECT = Path(__file__).resolve().parents[1]
 CLUSTER = "".join(f"node{index} slots=8\n" for index in range(1, 5))
@@ -92,15 +90,6 @@ def test_prints_all_problems_and_exits_with_2(tmp_path: Path, capsys: pytest.Cap
         assert text in shown, shown
 
 
-def test_a_resolved_job_prints_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = CheckOptions(output_dir=str(tmp_path), model="tiny")
-    draft = check(options, lambda: resolve_world(world_size=2))
-    shown = capsys.readouterr().out
-    assert draft.job is not None
-    print_job(draft.job)
-    assert capsys.readouterr().out == shown
-
-
 def test_print_config_prints_what_deepspeed_receives(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -115,6 +104,16 @@ def test_print_config_prints_what_deepspeed_receives(
 def test_a_broken_run_file_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--config", str(tmp_path / "run.json")]) == 2
     assert "cannot be read as a run.json" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_is_not_there_exits_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    arguments = ["--model", "tiny", "--world_size", "2", "--output_dir", str(tmp_path / "run")]
+    assert main([*arguments, "--resume", str(tmp_path / "empty")]) == 2
+    shown = capsys.readouterr().out
+    assert "error: resume = " in shown and "This job cannot start: 1 error." in shown
 
 
 def test_takes_every_option_of_the_launch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

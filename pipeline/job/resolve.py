@@ -61,13 +61,6 @@ class Draft:
     optimizer: OptimizerConfig | None = None
     job: Job | None = None
 
-    @classmethod
-    def of(cls, job: Job) -> Draft:
-        """A draft with nothing missing."""
-        parts = ("options", "world", "model", "mesh", "batch", "precision", "stages", "train_steps")
-        shared = {name: getattr(job, name) for name in (*parts, "schedule", "optimizer")}
-        return cls(problems=list(job.problems), resolved=list(job.resolved), job=job, **shared)
-
     @property
     def errors(self) -> list[Problem]:
         return [problem for problem in self.problems if problem.severity == "error"]
