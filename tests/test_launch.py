@@ -114,7 +114,7 @@ def command(options: LauncherOptions, world: World, job: list[str] | None = None
     ],
 )
 def test_everything_the_launcher_would_guess_is_said(options: dict, world: World, expected: str) -> None:
-    assert command(LauncherOptions(**options), world) == f"deepspeed --quiet {expected} job.py"
+    assert command(LauncherOptions(**options), world) == f"deepspeed --log_level critical {expected} job.py"
 
 
 def test_job_arguments_follow_the_script() -> None:
@@ -171,6 +171,22 @@ def start(folder: Path, code: str, stop_timeout: float = 20.0) -> int:
 )
 def test_the_exit_code_is_the_jobs_word(tmp_path: Path, code: str, expected: int) -> None:
     assert start(tmp_path, code) == expected
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("sys.exit(-9)", "a rank was killed by SIGKILL (out of memory?)"),
+        ("sys.exit(-11)", "a rank was killed by SIGSEGV"),
+        ("sys.exit(7)", "its launcher returned 7"),
+        ("os.kill(os.getpid(), signal.SIGABRT)", "its launcher was killed by SIGABRT"),
+    ],
+)
+def test_a_death_without_a_word_is_described(
+    tmp_path: Path, capsys: pytest.CaptureFixture, code: str, told: str
+) -> None:
+    assert start(tmp_path, code) == 1
+    assert told in capsys.readouterr().err
 
 
 def test_an_outcome_of_an_earlier_start_does_not_count(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from pipeline.cluster.supervise import say
 from pipeline.cluster.world import World, resolve_world
 from pipeline.job.job import Job
 from pipeline.job.options import parse_options
-from pipeline.job.problems import EXIT_WRONG_JOB, JobError, Problem
+from pipeline.job.problems import EXIT_FAILED, EXIT_WRONG_JOB, JobError, Problem
 from pipeline.job.report import console, describe, print_problems, verdict
 from pipeline.job.resolve import examine
 
@@ -75,4 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:  # before the ranks were started; after that it is a request to save
+        say("\nInterrupted; nothing was started.")
+        sys.exit(EXIT_FAILED)

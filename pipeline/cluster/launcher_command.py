@@ -42,8 +42,8 @@ def plan_launch(
 ) -> Launch:
     """The exact start of `script` on every rank of `world`."""
     port = options.master_port or (free_port() if world.is_local else REMOTE_MASTER_PORT)
-    # The launcher's log of its own doings hides the job's; its errors still show.
-    arguments = ["--quiet", *_where(options, world), *_rendezvous(options, world, port)]
+    # The launcher's log of its own doings would hide the job's; what it refuses it raises, and that shows.
+    arguments = ["--log_level", "critical", *_where(options, world), *_rendezvous(options, world, port)]
     arguments += _passed_on(options)
     command = (*deepspeed, *arguments, str(script), *job_arguments)
     return Launch(command, _environment(world, environment), port)

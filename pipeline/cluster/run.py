@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 from pipeline.cluster.launcher_command import Launch
@@ -35,5 +36,14 @@ def _describe(ended: Ended) -> str:
     if ended.stopped_by is not None:
         return f"{ended.stopped_by.name} {'and then a kill' if ended.killed else 'before it could save'}"
     if ended.return_code < 0:
-        return f"its launcher was killed by signal {-ended.return_code}"
+        return f"its launcher was killed by {_signal_name(-ended.return_code)}"
+    # The launcher exits with its rank's negative code for a signal, of which eight bits arrive.
+    if ended.return_code > 256 - signal.NSIG:
+        return f"a rank was killed by {_signal_name(256 - ended.return_code)}"
     return f"its launcher returned {ended.return_code}"
+
+
+def _signal_name(number: int) -> str:
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    # Nobody else sends it unasked: the kernel does when memory runs out.
+    return f"{name} (out of memory?)" if number == signal.SIGKILL else name
