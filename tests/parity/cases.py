@@ -1,0 +1,173 @@
+"""Layouts as data: what a case is, and the job that it describes to the pipeline as a user would."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pipeline.cluster.world import Host, World
+from pipeline.job.job import Job
+from pipeline.job.model_config import ModelConfig
+from pipeline.job.options import Options
+from pipeline.job.resolve import resolve
+
+STEPS = 4
+SEQUENCE = 16
+SEED = 7
+
+# 257 of 384 columns are tokens: cut in 4, rank 2 holds both kinds and rank 3 nothing but padding. A large
+# init_std gives every parameter a gradient worth comparing.
+GPT = ModelConfig(
+    name="gpt",
+    vocab_size=257,
+    hidden_size=32,
+    num_layers=3,
+    num_heads=8,
+    num_kv_heads=8,
+    head_dim=4,
+    ffn_hidden_size=64,
+    max_position_embeddings=24,
+    init_std=0.1,
+)
+LLAMA = replace(
+    GPT,
+    name="llama",
+    num_kv_heads=2,
+    position="rotary",
+    norm="rmsnorm",
+    activation="swiglu",
+    bias=False,
+    qkv_bias=False,
+    tied=False,
+)
+MODELS = {
+    "gpt": GPT,
+    "untied": replace(GPT, name="untied", tied=False, activation="gelu"),
+    "five layers": replace(GPT, name="five layers", num_layers=5),
+    "seven layers": replace(GPT, name="seven layers", num_layers=7),
+    "no bias": replace(GPT, name="no bias", bias=False, qkv_bias=False),
+    "llama": LLAMA,
+    "llama, 4 kv heads": replace(LLAMA, name="llama, 4 kv heads", num_kv_heads=4),
+    "qwen": replace(LLAMA, name="qwen", num_kv_heads=4, qkv_bias=True, tied=True),
+    "qk norm": replace(LLAMA, name="qk norm", qk_norm=True, tied=True),
+    "dropout": replace(GPT, name="dropout", dropout=0.1, attention_dropout=0.2),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout and everything else that decides the numbers.
+
+    Attributes:
+        model: Name in `MODELS`.
+        pipeline, data, sequence, tensor: Parallel sizes.
+        zero: ZeRO stage; `zero_options` are further keys of its block.
+        accumulation: Micro-batches per step.
+        batch: Sequences per step.
+        clip: Largest gradient norm; 0 is off.
+        learning_rate: The same in every step. With clipping it must make up for the short gradients, or
+            the weights' own rounding would hide them.
+        recompute: Activation checkpointing.
+        schedule, partition: Of the pipeline.
+        precision: fp32 or bf16; `accumulate` is the format of the gradient sum.
+    """
+
+    model: str = "gpt"
+    pipeline: int = 1
+    data: int = 1
+    sequence: int = 1
+    tensor: int = 1
+    zero: int = 0
+    zero_options: tuple[tuple[str, Any], ...] = ()
+    accumulation: int = 1
+    batch: int = 8
+    clip: float = 0.0
+    learning_rate: float = 0.5
+    momentum: float = 0.0
+    recompute: str = "none"
+    schedule: str = "1f1b"
+    partition: str | tuple[int, ...] = "parameters"
+    precision: str = "fp32"
+    accumulate: str = "fp32"
+
+    @property
+    def world_size(self) -> int:
+        return self.pipeline * self.data * self.sequence * self.tensor
+
+    @property
+    def micro_batch(self) -> int:
+        return self.batch // (self.data * self.accumulation)
+
+    @property
+    def config(self) -> ModelConfig:
+        return MODELS[self.model]
+
+    @property
+    def id(self) -> str:
+        """The layout in short, then whatever differs from the default."""
+        sizes = {"pp": self.pipeline, "dp": self.data, "sp": self.sequence, "tp": self.tensor}
+        layout = "-".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one"
+        parts = [layout, f"zero{self.zero}"]
+        parts += [f"{key}={_word(value)}" for key, value in self.zero_options]
+        for name in ("accumulation", "model", "clip", "momentum", "recompute", "schedule", "partition"):
+            value = getattr(self, name)
+            if value != getattr(Case, name):
+                parts.append(f"{name}={_word(value)}")
+        return " ".join([*parts, *([self.precision] if self.precision != "fp32" else [])])
+
+    def deepspeed_json(self) -> dict[str, Any]:
+        """The JSON that a user would write."""
+        zero: dict[str, Any] = {"stage": self.zero}
+        if self.zero:
+            # Small enough that a step takes several buckets.
+            zero["reduce_bucket_size"] = 20_000
+        if self.zero == 3:
+            # Else parameters of this size would stay whole on every rank.
+            zero["stage3_param_persistence_threshold"] = 40
+        layout: dict[str, Any] = {"stages": self.pipeline}
+        if self.pipeline > 1:
+            partition = self.partition
+            layout["partition"] = list(partition) if isinstance(partition, tuple) else partition
+            layout["schedule"] = self.schedule
+        params = {"lr": self.learning_rate, "weight_decay": 0.0, "momentum": self.momentum}
+        return {
+            "train_batch_size": self.batch,
+            "train_micro_batch_size_per_gpu": self.micro_batch,
+            "gradient_accumulation_steps": self.accumulation,
+            "gradient_clipping": self.clip,
+            "optimizer": {"type": "SGD", "params": params},
+            "zero_optimization": {**zero, **dict(self.zero_options)},
+            "bf16": {"enabled": self.precision == "bf16"},
+            "data_types": {"grad_accum_dtype": self.accumulate},
+            "pipeline": layout,
+            "tensor_parallel": {"autotp_size": self.tensor},
+            "sequence_parallel_size": self.sequence,
+            "activation_checkpointing": {"mode": self.recompute},
+        }
+
+    def job(self, folder: Path) -> Job:
+        """The job, resolved from files in `folder` as `pretrain.py` resolves it.
+
+        Raises:
+            JobError: the case breaks a rule.
+        """
+        model, config = folder / "model.json", folder / "ds.json"
+        model.write_text(json.dumps(self.config.to_json()), encoding="utf-8")
+        config.write_text(json.dumps(self.deepspeed_json()), encoding="utf-8")
+        options = Options(
+            deepspeed_config=str(config),
+            model=str(model),
+            seq_length=SEQUENCE,
+            train_steps=STEPS,
+            output_dir=str(folder / "run"),
+            seed=SEED,
+        )
+        return resolve(options, World((Host("localhost", self.world_size),), "cpu"))
+
+
+def _word(value: object) -> str:
+    if isinstance(value, tuple):
+        return "-".join(str(item) for item in value)
+    return "-".join(map(str, value.values())) if isinstance(value, dict) else str(value)

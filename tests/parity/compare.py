@@ -1,0 +1,163 @@
+"""A case against one process in plain PyTorch: everything that differs by more than rounding."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeline.model.gpt import SequentialGPT, plan_layers
+from pipeline.parallel.context import Parallel
+from pipeline.parallel.dropout import DropoutClock
+from pipeline.parallel.parameters import ParameterFactory
+from tests.parity.batches import global_batches
+from tests.parity.cases import SEED, STEPS, Case
+from tests.parity.ranks import LOGITS_AT, RankRun, Slice
+from tests.reference import ReferenceRun, token_loss, train_reference
+
+FP32_TOLERANCE = 1e-5
+# Relative spacing of fp32 numbers: what storing a weight may change it by.
+FP32_SPACING = 2.0**-23
+
+
+class Difference(NamedTuple):
+    """One quantity that is not what it must be; `size` is relative, and above `allowed`."""
+
+    what: str
+    size: float
+    allowed: float
+
+
+class OracleGPT(SequentialGPT):
+    """The model on one device; each forward pass is a step, for dropout's sake."""
+
+    def __init__(self, case: Case) -> None:
+        self_clock = DropoutClock(SEED, case.batch)
+        factory = ParameterFactory(SEED, Parallel.single())
+        super().__init__(plan_layers(case.config, factory, self_clock, "none"))
+        self.clock = self_clock
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.clock.step += 1
+        return super().forward(tokens)
+
+
+class Oracle(NamedTuple):
+    """Training as it must go, and the model after it."""
+
+    run: ReferenceRun
+    initial: dict[str, Tensor]
+    eval_loss: float
+    logits: list[Tensor]
+
+
+def oracle(case: Case) -> Oracle:
+    """The reference of `case`; layouts of the same numbers share it."""
+    numbers = ("model", "batch", "clip", "learning_rate", "momentum")
+    return _oracle(replace(Case(), **{name: getattr(case, name) for name in numbers}))
+
+
+@cache
+def _oracle(case: Case) -> Oracle:
+    model = OracleGPT(case)
+    initial = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    batches = global_batches(case.batch)
+    run = train_reference(
+        lambda: model,
+        *batches,
+        learning_rate=case.learning_rate,
+        gradient_clipping=case.clip,
+        vocab_size=case.config.vocab_size,
+        momentum=case.momentum,
+    )
+    with torch.no_grad():
+        logits = model.eval()(batches.tokens[-1])
+    loss = token_loss(logits, batches.labels[-1], batches.mask[-1], case.config.vocab_size)
+    rows = [logits[0, position, : case.config.vocab_size] for position in LOGITS_AT]
+    return Oracle(run, initial, loss.item(), rows)
+
+
+def replica_differences(runs: list[RankRun]) -> list[Difference]:
+    """Ranks that hold the same slice of the same weight, tied copies included, but not the same bits."""
+    differences = []
+    seen: dict[tuple, tuple] = {}
+    for run in runs:
+        for name, part in run.weights[-1].items():
+            holder = run.coordinates.tensor if part.dim is not None else 0
+            mine = (part.values, run.copies[name])
+            values, copy = seen.setdefault((name, holder), mine)
+            if copy != mine[1] or not torch.equal(values, part.values):
+                differences.append(Difference(f"replica of {name}", _relative(part.values, values), 0.0))
+    return differences
+
+
+def assemble(runs: list[RankRun], moment: int) -> dict[str, Tensor]:
+    """Full weights from the ranks' slices; the first holder of each slice speaks for its replicas."""
+    held: dict[str, dict[int, Slice]] = {}
+    for run in runs:
+        for name, part in run.weights[moment].items():
+            held.setdefault(name, {}).setdefault(run.coordinates.tensor, part)
+    return {name: _whole([parts[rank] for rank in sorted(parts)]) for name, parts in held.items()}
+
+
+def differences(case: Case, runs: list[RankRun], tolerance: float = FP32_TOLERANCE) -> list[Difference]:
+    """Everything in which the ranks' training is not the oracle's.
+
+    Losses, norms: relative. Gradients, weights: the norm of the difference over the norm of the tensor,
+    because single elements can be zero in exact arithmetic (the bias of k, without positions). Gradients
+    are read from the first update, (w0 - w1) / lr, so that the rounding of w0 and w1 comes on top:
+    ``FP32_SPACING * |w| / lr``.
+    """
+    truth = oracle(case)
+    found = [difference for run in runs for difference in _scalars(run, truth, tolerance)]
+    initial, first, last = (assemble(runs, moment) for moment in range(3))
+    if initial.keys() != truth.initial.keys():
+        return [Difference(f"names {sorted(initial.keys() ^ truth.initial.keys())}", math.inf, 0.0)]
+    clip = min(1.0, case.clip / (truth.run.grad_norms[0] + 1e-6)) if case.clip else 1.0
+    for name, weight in truth.initial.items():
+        if not torch.equal(initial[name], weight):
+            found.append(Difference(f"initial {name}", _relative(initial[name], weight), 0.0))
+        gradient = truth.run.gradients[name] * clip
+        rounding = FP32_SPACING * weight.norm().item() / case.learning_rate
+        allowed = tolerance + rounding / gradient.norm().item()
+        found += _beyond(
+            f"gradient {name}", (initial[name] - first[name]) / case.learning_rate, gradient, allowed
+        )
+        found += _beyond(f"weight {name}", last[name], truth.run.weights[name], tolerance)
+    return found
+
+
+def _scalars(run: RankRun, truth: Oracle, tolerance: float) -> list[Difference]:
+    found = []
+    for step, result in enumerate(run.steps):
+        for what, value, expected in (
+            ("loss", result.loss, truth.run.losses[step]),
+            ("norm", result.grad_norm, truth.run.grad_norms[step]),
+        ):
+            found += _beyond(f"{what} of step {step}", torch.tensor(value), torch.tensor(expected), tolerance)
+    found += _beyond("eval loss", torch.tensor(run.eval_loss), torch.tensor(truth.eval_loss), tolerance)
+    for position, logits, expected in zip(LOGITS_AT, run.logits, truth.logits, strict=True):
+        found += _beyond(f"logits at {position}", logits, expected, tolerance)
+    assert len(run.steps) == STEPS
+    return [Difference(f"rank {tuple(run.coordinates)}: {d.what}", d.size, d.allowed) for d in found]
+
+
+def _beyond(what: str, value: Tensor, expected: Tensor, allowed: float) -> list[Difference]:
+    size = _relative(value, expected)
+    # Written so that NaN counts as a difference.
+    return [] if size <= allowed else [Difference(what, size, allowed)]
+
+
+def _relative(value: Tensor, expected: Tensor) -> float:
+    return ((value - expected).norm() / expected.norm()).item()
+
+
+def _whole(parts: list[Slice]) -> Tensor:
+    dim = parts[0].dim
+    whole = parts[0].values if dim is None else torch.cat([part.values for part in parts], dim)
+    assert whole.shape == parts[0].full_shape
+    return whole

@@ -1,0 +1,132 @@
+"""What each rank of a case does: train, and hand out the slices of the weights that it holds."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import NamedTuple
+
+import deepspeed
+import torch
+from deepspeed.utils import safe_get_full_fp32_param
+from torch import Tensor, nn
+
+from pipeline.job.job import Job
+from pipeline.parallel.context import Parallel
+from pipeline.parallel.mesh import Coordinates
+from pipeline.parallel.parameters import cut_of
+from pipeline.training.build import build_engine
+from pipeline.training.distributed import start_distributed
+from pipeline.training.engine import StepResult, TrainEngine
+from tests.parity.batches import global_batches, micro_batches
+from tests.parity.cases import STEPS, Case
+
+TIMEOUT = timedelta(seconds=60)
+LOGITS_AT = (0, 5, 13)
+
+
+class Slice(NamedTuple):
+    """A rank's part of a parameter: how it is cut over tensor ranks, and the values, fp32."""
+
+    full_shape: tuple[int, ...]
+    dim: int | None
+    values: Tensor
+
+
+@dataclass
+class RankRun:
+    """What one rank saw.
+
+    Attributes:
+        steps: The engine's results.
+        weights: Slices of the fp32 weights by name: before training, after the first step, after the last.
+        copies: Digest of the weights that the next forward pass would use, by name.
+        eval_loss: Of the last batch, after training.
+        logits: At each of `LOGITS_AT`, after training.
+        tokens: Of the pipeline's ranks: which of them hold what.
+        calls: How often the mutation, if there is one, was executed.
+        facts: Types of the optimizer and of the accumulated gradients.
+    """
+
+    coordinates: Coordinates
+    steps: list[StepResult] = field(default_factory=list)
+    weights: list[dict[str, Slice]] = field(default_factory=list)
+    copies: dict[str, str] = field(default_factory=dict)
+    eval_loss: float = 0.0
+    logits: list[Tensor] = field(default_factory=list)
+    calls: int = 0
+    optimizer: str = ""
+
+
+class Calls:
+    """Counts how often the patched code runs."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self) -> None:
+        self.count += 1
+
+
+Mutation = Callable[[Calls], None]
+
+
+def train_rank(case: Case, job: Job, mutate: Mutation | None = None) -> RankRun:
+    """Train `STEPS` steps of `case`. Runs in a forked rank, so that a mutation's patches end with it."""
+    calls = Calls()
+    if mutate is not None:
+        mutate(calls)
+    start_distributed("cpu", 0, TIMEOUT)
+    parallel = Parallel.create(job.mesh, TIMEOUT)
+    engine = build_engine(job, parallel)
+    run = RankRun(parallel.coordinates, weights=[_slices(engine)])
+    for step in range(STEPS):
+        share = micro_batches(case, step, parallel.coordinates.data)
+        run.steps.append(engine.train_step(share, _num_tokens(case, step)))
+        if step in (0, STEPS - 1):
+            run.weights.append(_slices(engine))
+    run.copies = _copies(engine)
+    run.eval_loss = engine.eval_step(share, _num_tokens(case, STEPS - 1))
+    run.logits = _logits(engine, case)
+    run.calls, run.optimizer = calls.count, type(engine.deepspeed.optimizer).__name__
+    return run
+
+
+def _num_tokens(case: Case, step: int) -> int:
+    return int(global_batches(case.batch).mask[step].sum())
+
+
+def _logits(engine: TrainEngine, case: Case) -> list[Tensor]:
+    rows = global_batches(case.batch).tokens[-1, : case.micro_batch]
+    return [engine.next_token_logits(rows, position).clone() for position in LOGITS_AT]
+
+
+def _slices(engine: TrainEngine) -> dict[str, Slice]:
+    """This rank's slice of each fp32 weight; ZeRO's shards are put together. Collective."""
+    return {name: _slice(engine, parameter) for name, parameter in engine.module.named_parameters()}
+
+
+def _slice(engine: TrainEngine, parameter: nn.Parameter) -> Slice:
+    plain = engine.job.zero_stage == 0
+    values = parameter.detach() if plain else safe_get_full_fp32_param(parameter).detach()
+    cut = cut_of(parameter)
+    shape = list(cut.full_shape)
+    if cut.dim is not None:
+        shape[cut.dim] //= engine.parallel.mesh.tensor
+    return Slice(cut.full_shape, cut.dim, values.float().reshape(shape).clone())
+
+
+def _copies(engine: TrainEngine) -> dict[str, str]:
+    """A digest of each weight as the forward pass would read it. Collective under ZeRO-3."""
+    digests = {}
+    for name, parameter in engine.module.named_parameters():
+        whole = (
+            deepspeed.zero.GatheredParameters([parameter]) if engine.job.zero_stage == 3 else nullcontext()
+        )
+        with whole:
+            raw = parameter.detach().contiguous().view(torch.uint8).numpy().tobytes()
+            digests[name] = hashlib.blake2b(raw, digest_size=8).hexdigest()
+    return digests
