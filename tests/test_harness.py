@@ -252,14 +252,17 @@ def announce_and_hang(folder: str) -> None:
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_outlives_the_test_process(tmp_path: Path, signal_number: int):
     script = OUTLIVED.format(root=str(Path(__file__).parents[1]), folder=str(tmp_path))
-    caller = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    caller = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL, env=environment)
     wait_until(lambda: all((tmp_path / rank).exists() and (tmp_path / rank).read_text() for rank in "01"), 60)
     pids = [int(pid) for rank in "01" for pid in (tmp_path / rank).read_text().split()]
     server = psutil.Process(pids[1]).ppid()
     assert alive([*pids, server]) == [*pids, server]
+    assert list(tmp_path.glob("ranks-*"))
     caller.send_signal(signal_number)
     caller.wait(timeout=30)
     wait_until(lambda: not alive([*pids, server]), 20)
+    assert not list(tmp_path.glob("ranks-*"))
 
 
 def wait_until(condition, seconds: float) -> None:

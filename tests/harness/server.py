@@ -11,6 +11,7 @@ import gc
 import importlib
 import os
 import select
+import shutil
 import socket
 import sys
 from pathlib import Path
@@ -57,8 +58,10 @@ def serve(connection: socket.socket) -> None:
     with connection, connection.makefile("rw") as stream:
         preload()
         for line in stream:
-            supervisor = forked_from(os.getpid(), _supervise_logged, Path(line.rstrip("\n")))
+            folder = Path(line.rstrip("\n"))
+            supervisor = forked_from(os.getpid(), _supervise_logged, folder)
             if not _ended_before_client(supervisor, connection):
+                shutil.rmtree(folder, ignore_errors=True)  # a client that was not killed does it, too
                 break
             stream.write("done\n")
             stream.flush()
