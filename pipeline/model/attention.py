@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeline.job.model_config import ModelConfig
 from pipeline.model.norm import RMSNorm
+from pipeline.model.rotary import Rotary
 from pipeline.parallel import ulysses
 from pipeline.parallel.dropout import keep_mask
 from pipeline.parallel.parameters import ParameterFactory
@@ -26,9 +27,11 @@ from pipeline.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 class Attention(nn.Module):
     """[b, t / n, hidden] -> [b, t / n, hidden]."""
 
-    def __init__(self, config: ModelConfig, make: ParameterFactory, recompute: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, make: ParameterFactory, rotary: Rotary | None, recompute: bool
+    ) -> None:
         super().__init__()
-        self.config, self.parallel, self.recompute = config, make.parallel, recompute
+        self.config, self.parallel, self.rotary, self.recompute = config, make.parallel, rotary, recompute
         heads, kv_heads, d = config.num_heads, config.num_kv_heads, config.head_dim
         self.per_group = heads // kv_heads
         output_std = config.init_std / (2 * config.num_layers) ** 0.5
@@ -69,9 +72,8 @@ class Attention(nn.Module):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, dropout_keys: Tensor | None) -> Tensor:
         """Whole sequences of this rank's heads -> [b, t, heads, d]."""
-        if self.config.position == "rotary":
-            angles = rotary_angles(q.shape[2], self.config.head_dim, self.config.rope_theta, q.device)
-            q, k = rotate(q, angles), rotate(k, angles)
+        if self.rotary is not None:
+            q, k = self.rotary(q), self.rotary(k)
         if dropout_keys is None:
             grouped = q.shape[1] != k.shape[1]
             context = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
@@ -92,16 +94,3 @@ class Attention(nn.Module):
         )
         kept = kept.view(b, heads, t, t).to(q.dtype).div_(1.0 - self.config.attention_dropout)
         return (probabilities * kept) @ v
-
-
-def rotary_angles(length: int, d: int, theta: float, device: torch.device) -> Tensor:
-    """Angle of each position and frequency, [length, d / 2], fp32 (Su et al. 2021, equation 15)."""
-    frequencies = theta ** (-torch.arange(0, d, 2, device=device, dtype=torch.float32) / d)
-    return torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequencies)
-
-
-def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotate pairs (i, i + d / 2) of [b, heads, t, d] by `angles`, computed in fp32."""
-    cos, sin = angles.cos(), angles.sin()
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

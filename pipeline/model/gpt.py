@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pipeline.job.model_config import ModelConfig
 from pipeline.model.layers import Block, Positions
 from pipeline.model.norm import norm_class
+from pipeline.model.rotary import Rotary
 from pipeline.parallel.dropout import DropoutClock
 from pipeline.parallel.parameters import ParameterFactory
 from pipeline.parallel.tensor import VocabularyEmbedding
@@ -44,8 +45,9 @@ def plan_layers(
         return LayerPlan(VocabularyEmbedding, arguments, tied=config.tied)
 
     last = config.num_layers + 3
+    rotary = Rotary(config.head_dim, config.rope_theta) if config.position == "rotary" else None
     blocks = [
-        LayerPlan(Block, (config, factory.under(str(2 + i)), clock, i, recompute))
+        LayerPlan(Block, (config, factory.under(str(2 + i)), clock, rotary, i, recompute))
         for i in range(config.num_layers)
     ]
     return [

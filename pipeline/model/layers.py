@@ -16,6 +16,7 @@ from pipeline.job.model_config import ModelConfig
 from pipeline.model.attention import Attention
 from pipeline.model.mlp import MLP
 from pipeline.model.norm import norm_class
+from pipeline.model.rotary import Rotary
 from pipeline.parallel import ulysses
 from pipeline.parallel.dropout import DropoutClock, MicroBatchCounter, dropout, dropout_keys
 from pipeline.parallel.parameters import ParameterFactory
@@ -51,7 +52,13 @@ class Block(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, make: ParameterFactory, clock: DropoutClock, index: int, recompute: str
+        self,
+        config: ModelConfig,
+        make: ParameterFactory,
+        clock: DropoutClock,
+        rotary: Rotary | None,
+        index: int,
+        recompute: str,
     ) -> None:
         super().__init__()
         self.config, self.parallel, self.clock, self.index = config, make.parallel, clock, index
@@ -59,7 +66,7 @@ class Block(nn.Module):
         self.recompute = recompute == "full"
         norm = norm_class(config)
         self.norm1 = norm(make.under("norm1"), config.hidden_size, config.norm_eps)
-        self.attention = Attention(config, make.under("attention"), recompute == "selective")
+        self.attention = Attention(config, make.under("attention"), rotary, recompute == "selective")
         self.norm2 = norm(make.under("norm2"), config.hidden_size, config.norm_eps)
         self.mlp = MLP(config, make.under("mlp"))
 
