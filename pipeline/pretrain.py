@@ -54,7 +54,7 @@ def _train(job: Job, environment: RankEnvironment) -> int:
     os.environ.update(environment.variables())
     from pipeline.training.quiet import quiet_deepspeed
 
-    quiet_deepspeed(environment.rank)
+    quiet_deepspeed(environment.rank, job.deepspeed_reports)
     from pipeline.training.run import run
 
     try:

@@ -58,9 +58,15 @@ def _partitioned_construction(job: Job, grid: PipelineParallelGrid) -> contextli
 def _initialize(job: Job, parallel: Parallel, module: nn.Module, grid: PipelineParallelGrid | None) -> Any:
     mark_counted_once(module, parallel)
     optimizer = build_optimizer(job.optimizer, module)
+    # The loop sets the rate before each step. Without ZeRO, DeepSpeed's 16-bit optimizers take a step on zero
+    # gradients to allocate their state; at rate 0 it moves no weight, and what it counted is forgotten.
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
     engine, *_ = deepspeed.initialize(
         model=module, optimizer=optimizer, config=job.deepspeed, mpu=grid, dist_init_required=False
     )
+    if job.zero_stage == 0:
+        optimizer.state.clear()
     # The script it puts beside checkpoints merges ZeRO shards only, not pipeline stages or tensor slices.
     engine._copy_recovery_script = lambda save_path: None
     return engine

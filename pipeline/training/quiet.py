@@ -24,13 +24,19 @@ class _NotExpected(logging.Filter):
 _NOT_EXPECTED = _NotExpected()
 
 
-def quiet_deepspeed(rank: int) -> None:
+def quiet_deepspeed(rank: int, reports: bool = False) -> None:
     """Let every library log warnings on rank 0, and errors on the others, which would repeat them.
+
+    `reports`: the JSON asks for DeepSpeed's own reports (wall_clock_breakdown and the like), which it logs as
+    information; rank 0 then lets that through.
 
     Process-wide, so it is for entry points. Call it before DeepSpeed is imported, which warns already
     then; later imports cannot undo it, as they can the level of a logger.
     """
-    logging.disable(logging.INFO if rank == 0 else logging.WARNING)
+    if rank == 0:
+        logging.disable(logging.DEBUG if reports else logging.INFO)
+    else:
+        logging.disable(logging.WARNING)
     logging.getLogger("DeepSpeed").addFilter(_NOT_EXPECTED)
     # DeepSpeed 0.19 calls collectives by names that torch renames in a later release.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
