@@ -25,8 +25,10 @@ from typing import NamedTuple
 import pytest
 
 from pipeline.cluster.launcher_options import split_arguments
+from pipeline.cluster.world import world_from_hostfile
 from pipeline.job.model_presets import PRESETS
 from pipeline.job.options import Options
+from pipeline.job.parameters import layer_parameters
 from pipeline.job.resolve import resolve
 from tests.job.drafts import world
 
@@ -262,6 +264,21 @@ def test_the_default_model_is_as_large_and_trains_as_long_as_stated() -> None:
     job = resolve(Options(model="tiny"), world(2))
     assert f"its {job.train_steps:,} steps" in text
     assert "360,384 parameters" in text  # tests/job/test_parameters.py counts them
+
+
+def test_the_numbers_of_the_page_on_parallelism(tmp_path: Path) -> None:
+    text = " ".join((ROOT / "docs" / "parallelism.md").read_text(encoding="utf-8").split())
+    options = Options(deepspeed_config="ds_configs/four_way.json", output_dir=str(tmp_path))
+    job = resolve(options, world_from_hostfile(str(ROOT / "hostfiles" / "a100x4")))
+    mesh, batch, model = job.mesh, job.batch, job.model
+    rows, tokens = batch.micro_batch_size, batch.sequence_length // mesh.sequence
+    activation = rows * tokens * model.hidden_size
+    assert f"A = {rows} * {tokens} * {model.hidden_size} = {activation:,} elements" in text
+    assert f"{activation * 2 // 2**20} MiB. A tensor all-reduce" in text
+    assert f"= {3 * activation // mesh.tensor * 2 // 2**20} MiB into the all-to-all" in text
+    stage = sum(layer.parameters for layer in layer_parameters(model)[: job.stages[1]])
+    assert f"the stage's {stage:,} parameters" in text
+    assert f"= {mesh.pipeline - 1} / {batch.accumulation_steps + mesh.pipeline - 1}, if" in text
 
 
 def test_every_recipe_is_in_the_table_of_layouts() -> None:
