@@ -35,11 +35,14 @@ def main(arguments: Sequence[str]) -> int:
     except JobError as error:
         print_problems(console(stderr=True), error.problems)
         return EXIT_WRONG_JOB
+    output_dir = None
     try:
         with _only_rank_0_speaks(environment):
-            job = _read_job(parse_options(arguments), environment)
+            options = parse_options(arguments)
+            output_dir = options.output_dir
+            job = _read_job(options, environment)
     except JobError as error:
-        return _refuse(error, environment)
+        return _refuse(error, environment, output_dir)
     return _train(job, environment)
 
 
@@ -55,23 +58,30 @@ def _train(job: Job, environment: RankEnvironment) -> int:
     from pipeline.training.quiet import quiet_deepspeed
 
     quiet_deepspeed(environment.rank, job.deepspeed_reports)
-    from pipeline.training.run import run
+    from pipeline.training.run import RunFailed, run
 
     try:
         ending = run(job, environment)
     except JobError as error:
         return _refuse(error, environment, job.output_dir)
+    except RunFailed as failure:
+        return _fail(failure.error, failure.step, job, environment)
     except Exception as error:  # noqa: BLE001  (reported, recorded, and the exit code is 1)
-        # Said here and now: the launcher ends the other ranks as soon as one is gone.
-        print(f"rank {environment.rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-        message = f"{type(error).__name__}: {error}"
-        outcome = Outcome("failed", 0, environment.master_port, environment.rank, message)
-        write_outcome(job.output_dir, outcome)
-        return EXIT_FAILED
+        return _fail(error, 0, job, environment)
     outcome = Outcome(ending.status, ending.step, environment.master_port, message=ending.message)
     if environment.rank == 0:
         write_outcome(job.output_dir, outcome)
     return outcome.exit_code
+
+
+def _fail(error: Exception, step: int, job: Job, environment: RankEnvironment) -> int:
+    """Say it here and now: the launcher ends the other ranks as soon as one is gone."""
+    report = "".join(traceback.format_exception(error))
+    print(f"rank {environment.rank} failed after step {step}:\n{report}", file=sys.stderr, flush=True)
+    message = f"{type(error).__name__}: {error}"
+    outcome = Outcome("failed", step, environment.master_port, environment.rank, message)
+    write_outcome(job.output_dir, outcome)
+    return EXIT_FAILED
 
 
 def _refuse(error: JobError, environment: RankEnvironment, output_dir: str | None = None) -> int:

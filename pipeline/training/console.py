@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import IO, Protocol
 
 from rich.console import Console as RichConsole
@@ -91,6 +91,7 @@ class PlainConsole:
         self._interval = log_interval
         self._first = resume_step + 1
         self._pace: deque[float] = deque(maxlen=PACE_STEPS)
+        self._lost = False
 
     def start(self, lines: Iterable[str]) -> None:
         for line in lines:
@@ -105,6 +106,18 @@ class PlainConsole:
         self.message(evaluation_line(metrics, self._total))
 
     def message(self, text: str) -> None:
+        self._show(lambda: self._write(text))
+
+    def _show(self, write: Callable[[], None]) -> None:
+        """Write, unless the terminal or pipe is gone: a run outlives its display, the files have it all."""
+        if self._lost:
+            return
+        try:
+            write()
+        except OSError:
+            self._lost = True
+
+    def _write(self, text: str) -> None:
         print(printable(text, self._stream), file=self._stream, flush=True)
 
     def finish(self, lines: Iterable[str] = ()) -> None:
@@ -148,9 +161,7 @@ class LiveConsole(PlainConsole):
 
     def start(self, lines: Iterable[str]) -> None:
         super().start(lines)
-        self._progress.start()
-        self._rich.show_cursor(True)  # a killed job must not leave the terminal without one
-        self._progress.refresh()
+        self._show(self._begin)
 
     def step(self, metrics: StepMetrics) -> None:
         super().step(metrics)
@@ -158,14 +169,19 @@ class LiveConsole(PlainConsole):
         self._progress.update(self._task, completed=metrics.step, description=text)
         now = time.monotonic()
         if now - self._drawn >= 1 / REDRAWS_PER_SECOND or metrics.step == self._total:
-            self._progress.refresh()
+            self._show(self._progress.refresh)
             self._drawn = now
 
-    def message(self, text: str) -> None:
+    def _begin(self) -> None:
+        self._progress.start()
+        self._rich.show_cursor(True)  # a killed job must not leave the terminal without one
+        self._progress.refresh()
+
+    def _write(self, text: str) -> None:
         self._rich.print(Text(printable(text, self._stream)), soft_wrap=True)
 
     def finish(self, lines: Iterable[str] = ()) -> None:
-        self._progress.stop()
+        self._show(self._progress.stop)
         super().finish(lines)
 
 

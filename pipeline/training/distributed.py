@@ -10,6 +10,8 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
+from pipeline.job.problems import JobError, Problem
+
 
 def start_distributed(device: Literal["cpu", "cuda"], local_rank: int, timeout: timedelta) -> None:
     """Join the process group: NCCL on GPUs, gloo on CPUs.
@@ -18,13 +20,26 @@ def start_distributed(device: Literal["cpu", "cuda"], local_rank: int, timeout: 
         device: Kind of device, as the job decided.
         local_rank: This rank's GPU on its host.
         timeout: How long a collective may wait for other ranks before it fails.
+
+    Raises:
+        JobError: the driver shows GPUs that torch cannot use.
     """
     if device == "cuda":
+        _require_cuda()
         torch.cuda.set_device(local_rank)
     else:
         _skip_inference_op()
     backend = "nccl" if device == "cuda" else "gloo"
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=timeout)
+
+
+def _require_cuda() -> None:
+    if torch.cuda.is_available():
+        return
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+    rule = f"this host has GPUs, but torch {torch.__version__} (built for {build}) cannot use them"
+    remedy = "Install a torch build that fits the driver, or set DS_ACCELERATOR=cpu to train on the CPU"
+    raise JobError([Problem("device", "cuda", rule, remedy)])
 
 
 def stop_distributed() -> None:

@@ -56,14 +56,15 @@ class Loop:
         Raises:
             TrainingDiverged: the loss or gradient norm is not finite, or too many steps in a row overflowed.
         """
-        first, saved = self.state.step + 1, self.state.step
+        first = self.state.step + 1
+        saved = self.state.step or None  # a start at step 0 has no checkpoint behind it
         for step in range(first, self.job.train_steps + 1):
             begin = time.perf_counter()
             batch = next(self.loader)
             verify = step < first + VERIFIED_STEPS
             agreed = agree_on_step(self.parallel, batch, self.stop_requested(), verify)
             if agreed.stop:
-                if saved < self.state.step:
+                if saved != self.state.step:
                     self.save(self.state)
                 return "stopped"
             result = self.engine.train_step(batch.micro_batches, agreed.tokens)

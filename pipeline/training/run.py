@@ -46,11 +46,25 @@ class Ending(NamedTuple):
     message: str
 
 
+class RunFailed(Exception):
+    """Training ended with an error; says after which step.
+
+    Attributes:
+        error: What went wrong.
+        step: Optimizer steps done by then.
+    """
+
+    def __init__(self, error: Exception, step: int) -> None:
+        super().__init__(f"after step {step}: {error}")
+        self.error, self.step = error, step
+
+
 def run(job: Job, environment: RankEnvironment) -> Ending:
     """Train `job` as the rank that `environment` describes.
 
     Raises:
         JobError: the data cannot be used (found before ranks meet, on every rank alike).
+        RunFailed: anything that goes wrong once training has begun.
     """
     rank = environment.rank
     with StopRequest(announce=rank == 0) as stop:
@@ -77,6 +91,8 @@ def run(job: Job, environment: RankEnvironment) -> Ending:
         console.start([*data.summary(), *parallelism(job), resumed])
         try:
             ending = _train(job, parallel, engine, data, state, stop, console)
+        except Exception as error:
+            raise RunFailed(error, engine.step) from error
         finally:
             console.finish()
         stop_distributed()

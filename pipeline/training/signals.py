@@ -10,6 +10,7 @@ flags of all ranks each step and all of them stop at the same boundary.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -85,7 +86,9 @@ class StopRequest:
         if self._announce:
             # os.write, since a print in the middle of another print raises "reentrant call".
             hint = " Ctrl-C again: stop at once, without saving." if number == signal.SIGINT else ""
-            os.write(2, f"\n{self._signal.name}: stopping after this step.{hint}\n".encode())
+            # A hung-up terminal takes no words; the stop itself is what counts.
+            with contextlib.suppress(OSError):
+                os.write(2, f"\n{self._signal.name}: stopping after this step.{hint}\n".encode())
 
     def _handle_in_child(self, number: int) -> None:
         if number == signal.SIGTERM:

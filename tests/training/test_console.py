@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import re
 import subprocess
@@ -195,3 +196,23 @@ def test_libraries_log_warnings_on_rank_0_and_errors_elsewhere(rank, passes):
     command = [sys.executable, "-c", textwrap.dedent(code)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == passes
+
+
+class Unplugged(io.StringIO):
+    """A stream whose other end is gone."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+
+class UnpluggedTerminal(Unplugged):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [Unplugged(), UnpluggedTerminal()], ids=["pipe", "terminal"])
+def test_a_run_outlives_its_display(stream: io.StringIO) -> None:
+    console = make_console(0, total_steps=2, log_interval=1, file=stream)
+    console.start(["a line"])
+    console.message("another")
+    console.finish(["the last"])
