@@ -28,7 +28,7 @@ from pipeline.cluster.launcher_options import split_arguments
 from pipeline.cluster.world import world_from_hostfile
 from pipeline.job.model_presets import PRESETS
 from pipeline.job.options import Options
-from pipeline.job.parameters import layer_parameters
+from pipeline.job.parameters import layer_parameters, total_parameters
 from pipeline.job.resolve import resolve
 from tests.job.drafts import world
 
@@ -207,7 +207,7 @@ def test_the_shown_check_is_what_is_printed(clone: Path, environment: dict[str, 
 
 @pytest.mark.slow
 def test_the_shown_run_has_the_form_of_a_run(clone: Path, environment: dict[str, str]) -> None:
-    output = run(f"./launch.sh {SHORT} 2 --log_interval 1", clone, environment)
+    output = run(f"./launch.sh {SHORT} 2 --log_interval 1 2>&1", clone, environment)
     excerpt = blocks("text")[1].text.partition("sample:\n")
     shown = excerpt[0] + excerpt[2][excerpt[2].rindex("\nfinished") :]
     assert set(shape(shown).splitlines()) - {"", "..."} <= set(shape(output).splitlines())
@@ -263,7 +263,9 @@ def test_the_default_model_is_as_large_and_trains_as_long_as_stated() -> None:
     text = README.read_text(encoding="utf-8")
     job = resolve(Options(model="tiny"), world(2))
     assert f"its {job.train_steps:,} steps" in text
-    assert "360,384 parameters" in text  # tests/job/test_parameters.py counts them
+    assert f"{total_parameters(job.model):,} parameters" in text
+    large = PRESETS["gpt2-124m"].training
+    assert f"{large.train_steps:,} steps of {large.tokens_per_step:,} tokens" in text
 
 
 def test_the_numbers_of_the_page_on_parallelism(tmp_path: Path) -> None:
