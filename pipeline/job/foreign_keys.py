@@ -112,6 +112,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     _ZERO + "cpu_offload": (_RENAMED_OFFLOAD, 'Write "offload_optimizer": {"device": "cpu"}'),
     _ZERO + "cpu_offload_param": (_RENAMED_OFFLOAD, 'Write "offload_param": {"device": "cpu"}'),
     _ZERO + "cpu_offload_use_pin_memory": (_RENAMED_OFFLOAD, "Use pin_memory inside offload_optimizer"),
+    _ZERO + "allgather_partitions": _NO_EFFECT,
     _ZERO + "compute_grad_norm": ("every step reports its gradient norm, so it is always on", _REMOVE),
     _ZERO + "elastic_checkpoint": _OWN_CHECKPOINTS,
     _ZERO + "load_from_fp32_weights": ("a resume is exact, so master weights are always loaded", _REMOVE),

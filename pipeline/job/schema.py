@@ -80,7 +80,7 @@ _PRECISION = (
     _block("data_types", "Number formats beside the weights'."),
     Key("data_types.grad_accum_dtype", "str", "fp32 (fp16 for fp16)", "Format in which gradients of "
         "micro-batches are summed.", choices=_DTYPES),
-    Key("communication_data_type", "str", "fp32 for fp32 sums", "Format of the gradient reduction.",
+    Key("communication_data_type", "str", "as grad_accum_dtype", "Format of the gradient reduction.",
         choices=_DTYPES, passed=True),
 )  # fmt: skip
 
@@ -140,7 +140,6 @@ _ZERO = (
     _zero("reduce_bucket_size", "int", "5e8", "Elements reduced at a time.", _SHARDED, low=1),
     _zero("use_multi_rank_bucket_allreduce", "bool", "true", "One reduction for several ranks' buckets.",
           _FLAT),
-    _zero("allgather_partitions", "bool", "true", "All-gather instead of broadcasts.", _FLAT),
     _zero("allgather_bucket_size", "int", "5e8", "Elements gathered at a time.", _FLAT, low=1),
     _zero("overlap_comm", "bool", "true at stage 3", "Reduce while the backward pass goes on.", _SHARDED),
     _zero("ignore_unused_parameters", "bool", "true", "Accept parameters without gradient.", (2,)),

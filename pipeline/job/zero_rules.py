@@ -65,25 +65,43 @@ def overlap_pipeline(f: Facts) -> Iterable[Problem]:
 
 
 def second_shard(f: Facts) -> Iterable[Problem]:
+    """DeepSpeed takes consecutive ranks of the world as a group; with tensor ranks these are neighbours that
+    hold slices of different weights, and gathering them would mix the slices."""
     key = "zero_optimization.zero_hpz_partition_size"
-    replicas = f.data * f.sequence
-    if replicas % f.config.get(key, 1):
-        rule = f"must divide the {replicas} ranks that ZeRO shards over"
-        yield f.config.problem(key, rule, "Use the slots of a host divided by the tensor size")
+    size = f.config.get(key, 1)
+    if size > 1 and f.tensor > 1:
+        rule = f"excludes tensor parallelism, and the tensor size is {f.tensor}"
+        yield f.config.problem(key, rule, "Remove it, or set tensor_parallel.autotp_size to 1")
+    elif f.data * f.sequence % size:
+        rule = f"must divide the {f.data * f.sequence} ranks that ZeRO shards over"
+        yield f.config.problem(key, rule, "Use the slots of a host")
 
 
 def bf16_optimizer_keys(f: Facts) -> Iterable[Problem]:
-    if f.compute != "bf16" or f.accumulation != "fp32" or f.zero_stage != 1:
-        return
-    if f.offload_device("offload_optimizer") != "none":
+    if not _bf16_optimizer(f):
         return
     for name in ("contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "overlap_comm",
-                 "use_multi_rank_bucket_allreduce", "allgather_partitions", "round_robin_gradients",
+                 "use_multi_rank_bucket_allreduce", "round_robin_gradients",
                  "parameter_alignment"):  # fmt: skip
         key = f"zero_optimization.{name}"
         if f.config.given(key):
             rule = "does not act at stage 1 with bf16 weights and fp32 accumulation"
             yield f.config.problem(key, rule, "Use stage 2 if you need it", warn=True)
+
+
+def overflow_check(f: Facts) -> Iterable[Problem]:
+    key = "bf16.check_grad_overflow"
+    if not f.config.given(key) or f.compute != "bf16":
+        return
+    if f.zero_stage not in (1, 2) or _bf16_optimizer(f):
+        rule = f"does not act at ZeRO stage {f.zero_stage} with sums in {f.accumulation}"
+        yield f.config.problem(key, rule, "Remove it, or use ZeRO stage 2", warn=True)
+
+
+def _bf16_optimizer(f: Facts) -> bool:
+    """Whether DeepSpeed wraps the optimizer in its BF16_Optimizer instead of one of ZeRO's."""
+    offloaded = f.offload_device("offload_optimizer") != "none"
+    return f.compute == "bf16" and f.accumulation == "fp32" and f.zero_stage == 1 and not offloaded
 
 
 def one_precision(f: Facts) -> Iterable[Problem]:

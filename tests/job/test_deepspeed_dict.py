@@ -42,11 +42,32 @@ def test_holds_what_deepspeed_needs_and_nothing_else(tmp_path: Path) -> None:
         "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
         "wall_clock_breakdown": True,
         "steps_per_print": 7,
-        "comms_logger": {"enabled": False},
+        "communication_data_type": "fp32",
     }
     assert json.loads(json.dumps(job.deepspeed)) == job.deepspeed
     assert job.json == CONFIG
     assert job.monitors["csv_monitor"]["output_path"] == str(tmp_path / "run" / "csv_monitor")
+
+
+def test_gradients_are_reduced_in_the_format_of_their_sums_unless_the_json_says_more(tmp_path: Path) -> None:
+    bf16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+    for config, expected in (
+        ({}, "fp32"),
+        (bf16, "fp32"),
+        ({**bf16, "data_types": {"grad_accum_dtype": "bf16"}}, "bf16"),
+        ({**bf16, "communication_data_type": "bf16"}, "bf16"),
+        ({"fp16": {"enabled": True}, "zero_optimization": {"stage": 2}}, "fp16"),
+    ):
+        job = draft(tmp_path, config, world(2, device=A100)).job
+        assert job is not None and job.deepspeed["communication_data_type"] == expected
+
+
+def test_the_comms_logger_is_there_only_where_it_is_on(tmp_path: Path) -> None:
+    """DeepSpeed takes the block itself for "on"."""
+    for enabled in (False, True):
+        block = {"enabled": enabled, "verbose": True}
+        job = draft(tmp_path, {"comms_logger": block}).job
+        assert job is not None and job.deepspeed.get("comms_logger") == (block if enabled else None)
 
 
 def test_fp16_keeps_its_loss_scale(tmp_path: Path) -> None:
