@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.harness.client import RankFailure, execute
+from tests.harness.protocol import Outcome
 from tests.harness.report import describe
 
 # Seconds that the other ranks get to end by themselves when one has left with an error, so that a
@@ -78,14 +79,29 @@ def run_job(
         env=env,
         cwd=cwd,
     )
+    return job_result(name, outcomes, timeout)
+
+
+def job_result(name: str, outcomes: Sequence[Outcome], timeout: float) -> JobResult:
+    """The ranks' outcomes as a job's.
+
+    Raises:
+        RankFailure: the job hung.
+    """
+    __tracebackhide__ = True
     if any(outcome.state == "hung" for outcome in outcomes):
         raise RankFailure(describe(name, outcomes, timeout), outcomes)
     return JobResult(
         exit_codes=tuple(outcome.exit_code for outcome in outcomes),
         stdout=tuple(outcome.stdout for outcome in outcomes),
-        # A traceback that ended a rank is what the interpreter would have printed there.
-        stderr=tuple(outcome.stderr + outcome.traceback for outcome in outcomes),
+        stderr=tuple(outcome.stderr + _last_words(outcome) for outcome in outcomes),
     )
+
+
+def _last_words(outcome: Outcome) -> str:
+    """The traceback that the interpreter would have printed: none for ``sys.exit``."""
+    *_, last = outcome.traceback.splitlines() or [""]
+    return "" if last.startswith("SystemExit") else outcome.traceback
 
 
 def _pretrain(args: list[str]) -> None:

@@ -1,0 +1,121 @@
+"""A run that was stopped and resumed is the run that was not, to the last bit, in every layout."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.jobs import Workshop, run_faulty_job, signal_after_step
+from tests.end_to_end.shards import differing_files
+from tests.harness import run_job, run_ranks
+
+STEPS = 5
+STOP_AFTER = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout, and what changes in the JSON and on the command line."""
+
+    name: str
+    ranks: int
+    config: dict[str, Any] = field(default_factory=dict)
+    options: tuple[str, ...] = ()
+    slow: bool = True
+
+
+def zero(stage: int, **settings: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, **settings}}
+
+
+CPU = {"device": "cpu", "pin_memory": False}
+BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+DROPOUT = ("--dropout", "0.2")
+CASES = (
+    Case("zero 1, dropout", 2, zero(1), DROPOUT, slow=False),
+    Case("1f1b", 2, {"pipeline": {"stages": 2}}, slow=False),
+    Case("zero 3", 2, zero(3), slow=False),
+    Case("one rank", 1),
+    Case("zero 0", 2),
+    Case("zero 0, accumulation", 2, {"train_micro_batch_size_per_gpu": 1}, DROPOUT),
+    Case("zero 2, accumulation", 2, {**zero(2), "train_micro_batch_size_per_gpu": 1}),
+    Case("zero 1, offload", 2, zero(1, offload_optimizer=CPU)),
+    Case("zero 2, offload", 2, zero(2, offload_optimizer=CPU)),
+    Case("zero 3, offload", 2, zero(3, offload_optimizer=CPU, offload_param=CPU), DROPOUT),
+    Case("zero 1, 1f1b, dropout", 4, {"pipeline": {"stages": 2}, **zero(1)}, DROPOUT),
+    Case("dualpipev", 2, {"pipeline": {"stages": 2, "schedule": "dualpipev"}, **zero(1)}, DROPOUT),
+    Case("tensor", 2, {"tensor_parallel": {"autotp_size": 2}}, DROPOUT),
+    Case("tensor, zero 3", 4, {"tensor_parallel": {"autotp_size": 2}, **zero(3)}, DROPOUT),
+    Case("sequence", 2, {"sequence_parallel_size": 2, **zero(1)}, DROPOUT),
+    Case(
+        "four-way",
+        16,
+        {
+            "pipeline": {"stages": 2},
+            "tensor_parallel": {"autotp_size": 2},
+            "sequence_parallel_size": 2,
+            **zero(1),
+        },
+        DROPOUT,
+    ),
+    Case("bf16, zero 1", 2, {**BF16, **zero(1)}, DROPOUT),
+    Case("bf16, zero 2", 2, {**BF16, **zero(2)}),
+    Case("bf16, zero 3", 2, {**BF16, **zero(3)}),
+    Case("bf16, zero 1, 1f1b", 2, {**BF16, **zero(1), "pipeline": {"stages": 2}}),
+    Case("bf16, zero 1, offload", 2, {**BF16, **zero(1, offload_optimizer=CPU)}),
+    Case("bf16, zero 0", 2, {**BF16, "data_types": {"grad_accum_dtype": "bf16"}}),
+    Case("recomputation", 2, {"activation_checkpointing": {"mode": "full"}, **zero(1)}, DROPOUT),
+    Case("sgd with momentum", 2, {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}),
+    Case("saved at step 3, stopped after 2", 2, zero(1), ("--save_interval", "3")),
+)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.name, marks=pytest.mark.slow if case.slow else ()) for case in CASES]
+)
+def test_stopped_and_resumed_is_equal_to_the_last_bit(case: Case, tmp_path: Path):
+    shop = Workshop(tmp_path)
+    config = shop.config(**case.config)
+    # Held-out losses at odd steps: they fall before, at and after the stop.
+    whole, parts = (
+        shop.arguments(run, config, "--eval_interval", "2", *case.options, steps=STEPS)
+        for run in ("whole", "parts")
+    )
+    run_job(whole, case.ranks).check()
+
+    # The signal reaches the last rank alone; all stop at the same step.
+    stopped = run_faulty_job(parts, case.ranks, signal_after_step, STOP_AFTER, case.ranks - 1, signal.SIGTERM)
+    assert stopped.exit_codes == (3,) * case.ranks, stopped.stderr[0]
+    assert [line["step"] for line in shop.steps("parts")] == [1, 2]
+    assert shop.latest("parts").name == "global_step2"
+
+    resumed = run_job(parts, case.ranks).check()
+    assert f"resumed from {tmp_path}/parts/checkpoints/global_step2" in resumed.stdout[0]
+    assert shop.steps("parts") == shop.steps("whole")
+    assert shop.evaluations("parts") == shop.evaluations("whole")
+    assert len(shop.evaluations("whole")) == 3
+    assert run_ranks(differing_files, 1, shop.latest("whole"), shop.latest("parts")) == [[]]
+
+
+def test_a_longer_run_continues_a_finished_one(tmp_path: Path):
+    shop = Workshop(tmp_path)
+    config = shop.config(**zero(2))
+    run_job(shop.arguments("whole", config, steps=4), 2).check()
+    run_job(shop.arguments("parts", config, steps=2), 2).check()
+    run_job(shop.arguments("parts", config, steps=4), 2).check()
+    assert shop.steps("parts") == shop.steps("whole")
+    assert run_ranks(differing_files, 1, shop.latest("whole"), shop.latest("parts")) == [[]]
+
+
+def test_the_comparison_sees_one_weight(tmp_path: Path):
+    """The oracle of this file can fail."""
+    shop = Workshop(tmp_path)
+    run_job(shop.arguments("run", shop.config(), steps=1), 1).check()
+    run_job(shop.arguments("other", shop.config(), "--seed", "7", steps=1), 1).check()
+    assert run_ranks(differing_files, 1, shop.latest("run"), shop.latest("run")) == [[]]
+    found = run_ranks(differing_files, 1, shop.latest("run"), shop.latest("other"))[0]
+    assert any("2.attention.qkv.weight" in line for line in found), found
