@@ -20,8 +20,8 @@ def deepspeed_dict(
     - No train_batch_size: sequence ranks are part of DeepSpeed's data axis, so that its product would be
       sequence_parallel_size times the real one. Micro-batch and accumulation steps say it all.
     - gradient_clipping always, because its absence means 1.0.
-    - communication_data_type always: its absence means the weights' format, in which DeepSpeed would round the
-      fp32 sums of bf16 weights before it adds those of other ranks.
+    - communication_data_type always: its absence means the weights' format, in which DeepSpeed would round
+      the fp32 sums of bf16 weights before it adds those of other ranks.
     - comms_logger only where it is on: DeepSpeed takes the block itself for "enabled".
     - No optimizer and no scheduler: both are built here.
     - Whole activations between pipeline stages: partitioned ones need tensors that divide by the tensor

@@ -1,7 +1,8 @@
 """JSON with comments, read strictly: every problem has its line, nothing is guessed.
 
 Beyond RFC 8259 it allows what people write in DeepSpeed files: ``//``, ``#`` and ``/* */`` comments and
-trailing commas. It refuses what Python's json lets through: duplicate keys, NaN and infinities.
+trailing commas. It refuses what Python's json lets through: duplicate keys, NaN and infinities, whole
+numbers beyond 64 bits, and half characters (lone surrogates).
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _WORD = re.compile(r"[A-Za-z_][\w.]*|[^\s,{}\[\]:]+")
 _CONSTANTS = {"true": True, "false": False, "null": None}
 _MAX_DEPTH = 20
+# Digits of the largest 64-bit number.
+_MAX_DIGITS = 19
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,15 @@ def parse_json(text: str, path: str) -> Document:
     return Document(path, values, parser.lines, tuple(parser.problems))
 
 
+def is_text(value: str) -> bool:
+    """Whether UTF-8 has bytes for it: not for half of a surrogate pair, nor for undecodable arguments."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _unreadable(path: Path, rule: str, remedy: str) -> Document:
     return Document(str(path), {}, {}, (Problem("deepspeed_config", str(path), rule, remedy),))
 
@@ -99,7 +111,7 @@ class _Parser:
     def document(self) -> dict[str, Any]:
         self.skip_space()
         if self.peek() != "{":
-            raise _Malformed(self.position, "a DeepSpeed JSON is one object and starts with '{'")
+            raise _Malformed(self.position, "the file is one JSON object, and starts with '{'")
         values = self.object("")
         self.skip_space()
         if self.position < len(self.text):
@@ -150,6 +162,8 @@ class _Parser:
             value = json.loads(match.group(), strict=True)
         except ValueError as error:
             raise _Malformed(self.position, f"invalid string: {error}") from error
+        if not is_text(value):
+            raise _Malformed(self.position, "invalid string: half of a surrogate pair")
         self.position = match.end()
         return value
 
@@ -165,10 +179,11 @@ class _Parser:
             if token.strip("+-").lower() in ("nan", "infinity", "inf"):
                 rule = f"{token} is not a JSON number"
             raise _Malformed(self.position, rule)
+        whole = token.lstrip("-").isdecimal()
+        number = math.inf if whole and len(token) > _MAX_DIGITS + 1 else json.loads(token)
+        if not math.isfinite(number) or (whole and abs(number) >= 2**63):
+            raise _Malformed(self.position, f"{token[:40]} is too large for a number")
         self.position += len(token)
-        number = json.loads(token)
-        if isinstance(number, float) and not math.isfinite(number):
-            raise _Malformed(self.position, f"{token} is too large for a number")
         return number
 
     def note_key(self, key: str, seen: bool, start: int) -> None:

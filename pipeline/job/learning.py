@@ -10,6 +10,7 @@ from pipeline.job.job import Batch, OptimizerConfig, Resolved
 from pipeline.job.model_presets import TrainingDefaults
 from pipeline.job.problems import Problem
 from pipeline.job.scheduler_block import build_schedule
+from pipeline.job.settings import Undecided
 from pipeline.job.validate import AUTO
 from pipeline.training.schedules import LearningRate
 
@@ -40,6 +41,9 @@ def resolve_learning(facts: Facts, train_steps: int | None, batch: Batch | None)
     """
     lr = facts.config.get("optimizer.params.lr", AUTO)
     facts.config.get("scheduler.type")  # undecided if it was refused already
+    betas = facts.config.get("optimizer.params.betas", AUTO)
+    if betas != AUTO and len(betas) != 2:
+        raise Undecided("optimizer.params.betas")
     result = build_schedule(
         facts.config.get("scheduler"),
         optimizer_lr=None if lr == AUTO else lr,

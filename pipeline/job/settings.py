@@ -50,8 +50,20 @@ class Settings:
         return self._document.values
 
     def given(self, key: str) -> bool:
-        """Whether the JSON has the key with a value of its own, "auto" not counted."""
-        return self.get(key) not in (None, AUTO)
+        """Whether the JSON has the key with a usable value of its own, "auto" not counted."""
+        try:
+            return self.get(key) not in (None, AUTO)
+        except Undecided:
+            return False
+
+    def absent(self, key: str) -> bool:
+        """Whether the JSON does not have the key, not even with a value that was refused."""
+        written: Any = self._document.values
+        for name in key.split("."):
+            if not isinstance(written, dict) or name not in written:
+                return True
+            written = written[name]
+        return False
 
     def where(self, key: str) -> str:
         """The key with its file and line."""

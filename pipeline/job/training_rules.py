@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from pipeline.job.facts import Facts
+from pipeline.job.monitors import MONITORS
 from pipeline.job.problems import Problem
 from pipeline.job.validate import AUTO
 
@@ -14,6 +15,30 @@ _PARAMETERS_OF = {
     "Adam": frozenset({"lr", "weight_decay", "fused", "betas", "eps", "torch_adam", "adam_w_mode"}),
     "SGD": frozenset({"lr", "weight_decay", "fused", "momentum", "nesterov"}),
 }
+
+
+# Key that turns each block on.
+_SWITCHES = {
+    "bf16": "enabled",
+    "fp16": "enabled",
+    "zero_optimization.offload_optimizer": "device",
+    "zero_optimization.offload_param": "device",
+    "comms_logger": "enabled",
+    **dict.fromkeys(MONITORS, "enabled"),
+}
+
+
+def switches(f: Facts) -> Iterable[Problem]:
+    for block, switch in _SWITCHES.items():
+        if f.config.given(block) and f.config.absent(f"{block}.{switch}"):
+            rule = f"does nothing without {switch}"
+            yield f.config.problem(block, rule, f"Set {block}.{switch}, or remove the block")
+
+
+def logged_collectives(f: Facts) -> Iterable[Problem]:
+    if f.config.given("comms_logger.prof_ops") and f.config.get("comms_logger.prof_all", True):
+        rule = "chooses nothing while prof_all is true, which is its default"
+        yield f.config.problem("comms_logger.prof_ops", rule, "Set comms_logger.prof_all to false")
 
 
 def optimizer_parameters(f: Facts) -> Iterable[Problem]:
@@ -41,7 +66,7 @@ def sgd_rate(f: Facts) -> Iterable[Problem]:
 
 def betas(f: Facts) -> Iterable[Problem]:
     betas = f.config.get("optimizer.params.betas")
-    if isinstance(betas, list) and (len(betas) != 2 or max(betas) >= 1):
+    if isinstance(betas, list) and (len(betas) != 2 or max(betas, default=0) >= 1):
         yield f.config.problem("optimizer.params.betas", "must be two numbers below 1", "Use [0.9, 0.95]")
 
 

@@ -41,7 +41,7 @@ def validate(document: Document) -> tuple[dict[str, Any], list[Problem]]:
 def _check_block(block: str, values: dict[str, Any], document: Document) -> Iterator[Problem]:
     for name in list(values):
         path = f"{block}.{name}" if block else name
-        problem = _foreign(path, values[name], document) or _check_value(path, values, name, document)
+        problem = _foreign(block, name, values[name], document) or _check_value(path, values, name, document)
         if problem:
             del values[name]
             yield problem
@@ -49,14 +49,18 @@ def _check_block(block: str, values: dict[str, Any], document: Document) -> Iter
             yield from _check_block(path, values[name], document)
 
 
-def _foreign(path: str, value: object, document: Document) -> Problem | None:
+def _foreign(block: str, name: str, value: object, document: Document) -> Problem | None:
     """Whether the key is one that is not taken here."""
+    path = f"{block}.{name}" if block else name
+    if "." in name and (path in KEYS or path in REFUSED or path in REMOVED):
+        rule = "a key with a dot in it is no key of a block"
+        outer, inner = path.rsplit(".", 1)
+        return Problem(document.where(path), value, rule, f'Write "{inner}" inside the block {outer}')
     if path in REMOVED:
         return Problem(document.where(path), value, "DeepSpeed 0.19 has removed this key", REMOVED[path])
     if path in REFUSED:
         return Problem(document.where(path), value, *REFUSED[path])
     if path not in KEYS:
-        block, _, name = path.rpartition(".")
         rule = f"there is no such key in {block}" if block else "there is no such key"
         return Problem(document.where(path), value, rule, _remedy_for_unknown(name, block))
     return None
@@ -77,7 +81,7 @@ def _check_value(path: str, values: dict[str, Any], name: str, document: Documen
             return None
         rule = '"auto" is resolved for batch sizes, optimizer and schedule values and bf16.enabled only'
         return Problem(document.where(path), value, rule, f"Give {_EXPECTED[key.kind]}, or leave it out")
-    if key.kind == "int" and isinstance(value, float) and value.is_integer():
+    if key.kind == "int" and isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
         values[name] = value = int(value)
     if not _is_kind(key, value):
         rule = f"must be {_EXPECTED[key.kind]}, not {_json_type(value)}"

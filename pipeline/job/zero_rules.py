@@ -35,7 +35,7 @@ def nvme(f: Facts) -> Iterable[Problem]:
     for block in ("offload_optimizer", "offload_param"):
         path = f"zero_optimization.{block}"
         device = f.offload_device(block)
-        if device == "nvme" and not f.config.given(f"{path}.nvme_path"):
+        if device == "nvme" and f.config.absent(f"{path}.nvme_path"):
             yield f.config.problem(f"{path}.device", "needs nvme_path beside it", f"Set {path}.nvme_path")
         if device == "nvme" and f.zero_stage in (1, 2):
             yield f.config.problem(f"{path}.device", "nvme needs ZeRO stage 3", "Use cpu, or stage 3")
@@ -119,6 +119,16 @@ def bf16_native(f: Facts) -> Iterable[Problem]:
         name = f.world.device_name or f.world.device
         rule = f"{name} emulates bf16, which is slow"
         yield f.config.problem("bf16.enabled", rule, 'Use "auto" for bf16 where it is native', warn=True)
+
+
+def loss_scale(f: Facts) -> Iterable[Problem]:
+    if f.config.get("fp16.loss_scale", 0) == 0:
+        return
+    for name in ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis",
+                 "min_loss_scale"):  # fmt: skip
+        if f.config.given(f"fp16.{name}"):
+            rule = "acts with a dynamic loss scale, and fp16.loss_scale is fixed"
+            yield f.config.problem(f"fp16.{name}", rule, "Remove it, or set fp16.loss_scale to 0")
 
 
 def bf16_zero0(f: Facts) -> Iterable[Problem]:

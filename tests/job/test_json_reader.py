@@ -39,7 +39,7 @@ def test_knows_the_line_of_each_key() -> None:
 
 
 def test_agrees_with_the_standard_reader_on_plain_json() -> None:
-    values = {"a": [1, 2.5e-3, {"b": '\u00e9\n"\\/'}], "c": {"d": {}}, "e": [], "f": -0.0, "g": 10**20}
+    values = {"a": [1, 2.5e-3, {"b": '\u00e9\n"\\/'}], "c": {"d": {}}, "e": [], "f": -0.0, "g": 2**63 - 1}
     assert parse_json(json.dumps(values), "f").values == values
     assert parse_json(json.dumps(values, indent=3, ensure_ascii=False), "f").values == values
 
@@ -58,6 +58,10 @@ def test_refuses_duplicate_keys_and_names_both_lines() -> None:
         ('{\n"a": NaN}', 2, "NaN is not a JSON number"),
         ('{"a": -Infinity}', 1, "-Infinity is not"),
         ('{"a": 1e999}', 1, "too large"),
+        ('{"a": 9223372036854775808}', 1, "too large"),
+        ('{"a": -%s}' % ("9" * 5000), 1, "too large"),
+        ('{"a": "\\ud800"}', 1, "half of a surrogate pair"),
+        ('{"\\udfff": 1}', 1, "half of a surrogate pair"),
         ('{"a": 01}', 1, "expected a value"),
         ('{"a": 1.}', 1, "expected a value"),
         ('{"a": tru}', 1, "expected a value"),

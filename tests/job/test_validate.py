@@ -46,7 +46,11 @@ def nested(path: str, value: Any) -> dict[str, Any]:
         ("bf16.enabled", 1, "must be true or false"),
         ("bf16", None, "must be an object {...}, not null"),
         ("optimizer.type", "Lamb", "must be one of AdamW, Adam, SGD"),
-        ("optimizer.params.lr", -0.1, "must be at least 0"),
+        ("optimizer.params.lr", -0.1, "must be above 0"),
+        ("optimizer.params.lr", 0, "must be above 0"),
+        ("zero_optimization.reduce_bucket_size", 1e300, "must be a whole number"),
+        ("comet.mode", "resume", "must be one of get, create, get_or_create"),
+        ("zero_optimization.allgather_partitions", True, "it would do nothing here"),
         ("optimizer.params.eps", 0, "must be above 0"),
         ("optimizer.params.betas", [0.9, "x"], "must be a list of numbers"),
         ("optimizer.params.max_grad_norm", 1, "Use gradient_clipping"),
@@ -69,6 +73,13 @@ def test_refuses(path: str, value: Any, text: str) -> None:
     for name in path.split(".")[:-1]:
         block = block[name]
     assert path.split(".")[-1] not in block
+
+
+def test_a_key_with_a_dot_is_not_the_key_of_a_block() -> None:
+    kept, problems = check({"zero_optimization.stage": 2, "aio": {"x.y": 1}})
+    assert kept == {"aio": {}}
+    assert 'Write "stage" inside the block zero_optimization' in problems[0]
+    assert "there is no such key in aio" in problems[1]
 
 
 def test_names_all_problems_at_once() -> None:
