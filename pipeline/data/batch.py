@@ -24,21 +24,20 @@ class MicroBatch:
         mask: [micro batch, sequence] bool; False where the label does not count in the loss.
         samples: Sample index of each row: epoch * samples per epoch + number in the epoch; -1 is a row
             of padding.
+        documents: [micro batch, sequence] int64 document number of each token, counted from 0 in its row;
+            None where attention sees whole rows. Stays on the host, where layouts are made from it.
     """
 
     tokens: Tensor
     labels: Tensor
     mask: Tensor
     samples: tuple[int, ...]
+    documents: Tensor | None = None
 
     def to(self, device: torch.device | str) -> MicroBatch:
-        """The same on `device`."""
-        return MicroBatch(
-            self.tokens.to(device, non_blocking=True),
-            self.labels.to(device, non_blocking=True),
-            self.mask.to(device, non_blocking=True),
-            self.samples,
-        )
+        """The same with tokens, labels and mask on `device`."""
+        moved = (each.to(device, non_blocking=True) for each in (self.tokens, self.labels, self.mask))
+        return MicroBatch(*moved, self.samples, self.documents)
 
 
 @dataclass(frozen=True)
@@ -69,13 +68,14 @@ def micro_batch(samples: Samples) -> MicroBatch:
 def digest(step: StepBatch) -> int:
     """A 63-bit hash of what the step holds, equal on every rank that must see the same samples.
 
-    It covers tokens, labels, masks, sample indices and the position in the order; it fits an int64
+    It covers tokens, labels, masks, documents, sample indices and the position in the order; it fits an int64
     tensor, and does not depend on the machine's byte order.
     """
     state = hashlib.blake2b(digest_size=8)
     state.update(np.array([step.first_sample, step.num_samples], dtype="<i8").tobytes())
     for batch in step.micro_batches:
         state.update(np.array([*batch.tokens.shape, *batch.samples], dtype="<i8").tobytes())
-        for tensor in (batch.tokens, batch.labels, batch.mask):
+        tensors = (batch.tokens, batch.labels, batch.mask, batch.documents)
+        for tensor in (each for each in tensors if each is not None):
             state.update(tensor.cpu().numpy().astype("<i8", copy=False).tobytes())
     return int.from_bytes(state.digest(), "little") >> 1

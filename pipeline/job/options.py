@@ -34,6 +34,8 @@ class Options:
     """Text files or folders to train on. None: the source text of Python's standard library."""
     seq_length: int | None = None
     """Tokens per sample. None: the model's usual training length."""
+    document_mask: bool = False
+    """Keep attention inside a document and begin its positions at 0, where a sample holds several."""
     train_steps: int | None = None
     """Optimizer steps of the whole run, resumed parts included. None: the model's default."""
     train_tokens: int | None = None

@@ -25,6 +25,7 @@ def identity(options: Options, model: ModelConfig, sequence_length: int) -> dict
     return {
         **sizes,
         "data": list(options.data),
+        "document_mask": options.document_mask,
         "eval_fraction": options.eval_fraction,
         "seq_length": sequence_length,
         "seed": options.seed,

@@ -19,6 +19,7 @@ from pipeline.job.model_config import ModelConfig
 from pipeline.model.norm import RMSNorm
 from pipeline.model.rotary import Rotary
 from pipeline.parallel import ulysses
+from pipeline.parallel.documents import DocumentLayout
 from pipeline.parallel.dropout import keep_mask
 from pipeline.parallel.parameters import ParameterFactory
 from pipeline.parallel.tensor import ColumnParallelLinear, RowParallelLinear
@@ -52,15 +53,17 @@ class Attention(nn.Module):
         local = heads // make.parallel.mesh.tensor // make.parallel.mesh.sequence
         self.first_head = (here.tensor * make.parallel.mesh.sequence + here.sequence) * local
 
-    def forward(self, x: Tensor, dropout_keys: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, dropout_keys: Tensor | None = None, documents: DocumentLayout | None = None
+    ) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (-1, self.per_group + 2, self.config.head_dim))
         q, k, v = self._split(ulysses.gather_sequence(qkv, self.parallel))
         if self.recompute and torch.is_grad_enabled():
             context = checkpoint(
-                self._attend, q, k, v, dropout_keys, use_reentrant=False, preserve_rng_state=False
+                self._attend, q, k, v, dropout_keys, documents, use_reentrant=False, preserve_rng_state=False
             )
         else:
-            context = self._attend(q, k, v, dropout_keys)
+            context = self._attend(q, k, v, dropout_keys, documents)
         return self.out(ulysses.scatter_sequence(context, self.parallel).flatten(2))
 
     def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -70,23 +73,36 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, dropout_keys: Tensor | None) -> Tensor:
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dropout_keys: Tensor | None,
+        documents: DocumentLayout | None,
+    ) -> Tensor:
         """Whole sequences of this rank's heads -> [b, t, heads, d]."""
         if self.rotary is not None:
-            q, k = self.rotary(q), self.rotary(k)
-        if dropout_keys is None:
-            grouped = q.shape[1] != k.shape[1]
-            context = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+            positions = None if documents is None else documents.positions
+            q, k = self.rotary(q, positions), self.rotary(k, positions)
+        if dropout_keys is not None:
+            context = self._attend_with_dropout(q, k, v, dropout_keys, documents)
+        elif documents is not None:
+            context = documents.attend(q, k, v, _causal_attention)
         else:
-            context = self._attend_with_dropout(q, k, v, dropout_keys)
+            context = _causal_attention(q, k, v)
         return context.transpose(1, 2)
 
-    def _attend_with_dropout(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor) -> Tensor:
+    def _attend_with_dropout(
+        self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, documents: DocumentLayout | None
+    ) -> Tensor:
         """Explicit attention: a fused kernel cannot drop the same probabilities in every layout."""
         b, heads, t, d = q.shape
         k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
-        future = torch.ones(t, t, dtype=torch.bool, device=q.device).triu(1)
-        scores = (q @ k.transpose(-1, -2) * d**-0.5).masked_fill(future, float("-inf"))
+        forbidden = torch.ones(t, t, dtype=torch.bool, device=q.device).triu(1)
+        if documents is not None:
+            forbidden = forbidden | documents.elsewhere()
+        scores = (q @ k.transpose(-1, -2) * d**-0.5).masked_fill(forbidden, float("-inf"))
         probabilities = scores.float().softmax(-1).to(q.dtype)
         # Rows of the mask are (head, query position) pairs, its channels the key positions.
         kept = keep_mask(
@@ -94,3 +110,9 @@ class Attention(nn.Module):
         )
         kept = kept.view(b, heads, t, t).to(q.dtype).div_(1.0 - self.config.attention_dropout)
         return (probabilities * kept) @ v
+
+
+def _causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """[b, heads, t, d], k and v of as many or fewer heads -> [b, heads, t, d]."""
+    grouped = q.shape[1] != k.shape[1]
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)

@@ -15,6 +15,7 @@ from pipeline.job.model_config import ModelConfig
 from pipeline.model.layers import Block, Positions
 from pipeline.model.norm import norm_class
 from pipeline.model.rotary import Rotary
+from pipeline.parallel.documents import DocumentBoard
 from pipeline.parallel.dropout import DropoutClock
 from pipeline.parallel.parameters import ParameterFactory
 from pipeline.parallel.tensor import VocabularyEmbedding
@@ -35,9 +36,17 @@ class LayerPlan:
 
 
 def plan_layers(
-    config: ModelConfig, factory: ParameterFactory, clock: DropoutClock, recompute: str
+    config: ModelConfig,
+    factory: ParameterFactory,
+    clock: DropoutClock,
+    recompute: str,
+    board: DocumentBoard | None = None,
 ) -> list[LayerPlan]:
-    """The layer list of a GPT: embedding, positions, `num_layers` blocks, final norm, output layer."""
+    """The layer list of a GPT: embedding, positions, `num_layers` blocks, final norm, output layer.
+
+    `board` says where documents lie in each micro-batch; without it attention always sees whole rows.
+    """
+    board = board or DocumentBoard()
 
     def table(name: str) -> LayerPlan:
         make = factory.under("tied_modules").under(TIED_KEY) if config.tied else factory.under(name)
@@ -47,12 +56,12 @@ def plan_layers(
     last = config.num_layers + 3
     rotary = Rotary(config.head_dim, config.rope_theta) if config.position == "rotary" else None
     blocks = [
-        LayerPlan(Block, (config, factory.under(str(2 + i)), clock, rotary, i, recompute))
+        LayerPlan(Block, (config, factory.under(str(2 + i)), clock, board, rotary, i, recompute))
         for i in range(config.num_layers)
     ]
     return [
         table("0"),
-        LayerPlan(Positions, (config, factory.under("1"), clock)),
+        LayerPlan(Positions, (config, factory.under("1"), clock, board)),
         *blocks,
         LayerPlan(norm_class(config), (factory.under(str(last - 1)), config.hidden_size, config.norm_eps)),
         table(str(last)),

@@ -18,6 +18,7 @@ from pipeline.model.mlp import MLP
 from pipeline.model.norm import norm_class
 from pipeline.model.rotary import Rotary
 from pipeline.parallel import ulysses
+from pipeline.parallel.documents import DocumentBoard, DocumentLayout, DocumentReader
 from pipeline.parallel.dropout import DropoutClock, MicroBatchCounter, dropout, dropout_keys
 from pipeline.parallel.parameters import ParameterFactory
 
@@ -25,8 +26,11 @@ from pipeline.parallel.parameters import ParameterFactory
 class Positions(nn.Module):
     """Adds the learned position of each token (none for rotary models); then the embedding dropout."""
 
-    def __init__(self, config: ModelConfig, make: ParameterFactory, clock: DropoutClock) -> None:
+    def __init__(
+        self, config: ModelConfig, make: ParameterFactory, clock: DropoutClock, board: DocumentBoard
+    ) -> None:
         super().__init__()
+        self.documents = DocumentReader(board)
         self.parallel, self.rate, self.clock = make.parallel, config.dropout, clock
         self.counter = MicroBatchCounter(clock)
         learned = config.position == "learned"
@@ -35,8 +39,13 @@ class Positions(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         first = ulysses.first_position(x.shape[1], self.parallel)
+        documents = self.documents.advance()
         if self.weight is not None:
-            positions = torch.arange(first, first + x.shape[1], device=x.device)
+            positions = (
+                torch.arange(first, first + x.shape[1], device=x.device)
+                if documents is None
+                else ulysses.sequence_slice(documents.positions, self.parallel)
+            )
             x = x + functional.embedding(positions, self.weight)
         if self.training and self.rate > 0.0:
             keys = dropout_keys(self.clock, self.parallel, self.counter.advance(), 0, x.shape[0], x.device)
@@ -56,11 +65,13 @@ class Block(nn.Module):
         config: ModelConfig,
         make: ParameterFactory,
         clock: DropoutClock,
+        board: DocumentBoard,
         rotary: Rotary | None,
         index: int,
         recompute: str,
     ) -> None:
         super().__init__()
+        self.documents = DocumentReader(board)
         self.config, self.parallel, self.clock, self.index = config, make.parallel, clock, index
         self.counter = MicroBatchCounter(clock)
         self.recompute = recompute == "full"
@@ -74,21 +85,23 @@ class Block(nn.Module):
         # Counted outside the recomputed part, which runs twice.
         dropping = self.training and max(self.config.dropout, self.config.attention_dropout) > 0.0
         micro_batch = self.counter.advance() if dropping else None
+        documents = self.documents.advance()
         if self.recompute and torch.is_grad_enabled():
             # Shapes of saved tensors differ under ZeRO-3, whose weights are gathered for each use only.
             return checkpoint(
                 self._run,
                 x,
                 micro_batch,
+                documents,
                 use_reentrant=False,
                 preserve_rng_state=False,
                 determinism_check="none",
             )
-        return self._run(x, micro_batch)
+        return self._run(x, micro_batch, documents)
 
-    def _run(self, x: Tensor, micro_batch: int | None) -> Tensor:
+    def _run(self, x: Tensor, micro_batch: int | None, documents: DocumentLayout | None) -> Tensor:
         attention_keys = self._keys(micro_batch, 0, x) if self.config.attention_dropout > 0.0 else None
-        x = x + self._drop(self.attention(self.norm1(x), attention_keys), micro_batch, 1)
+        x = x + self._drop(self.attention(self.norm1(x), attention_keys, documents), micro_batch, 1)
         return x + self._drop(self.mlp(self.norm2(x)), micro_batch, 2)
 
     def _drop(self, x: Tensor, micro_batch: int | None, place: int) -> Tensor:

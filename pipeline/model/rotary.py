@@ -17,9 +17,11 @@ class Rotary:
         self.head_dim, self.theta = head_dim, theta
         self._table: tuple[Tensor, Tensor] | None = None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[b, heads, t, d] at positions 0 .. t - 1, in x's type."""
+    def __call__(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """[b, heads, t, d] at `positions`, [b, t] below t; None: 0 .. t - 1 in each row. In x's type."""
         cos, sin = self._cos_sin(x.shape[2], x.device)
+        if positions is not None:
+            cos, sin = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
         first, second = x.float().chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 

@@ -9,6 +9,7 @@ a resumed run continues exactly, with no generator state to save.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -42,11 +43,17 @@ class DropoutClock:
     step: int = 0
 
 
+class Steps(Protocol):
+    """Whatever changes its `step` when micro-batches begin anew."""
+
+    step: int
+
+
 @dataclass
 class MicroBatchCounter:
     """Counts a layer's forward passes within a step: the pipelines run micro-batches in order."""
 
-    clock: DropoutClock
+    clock: Steps
     _step: int = -1
     _next: int = field(default=0)
 

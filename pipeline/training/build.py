@@ -13,6 +13,7 @@ from pipeline.job.job import Job
 from pipeline.model.gpt import SequentialGPT, plan_layers
 from pipeline.model.pipelined import build_pipelined
 from pipeline.parallel.context import Parallel
+from pipeline.parallel.documents import DocumentBoard
 from pipeline.parallel.dropout import DropoutClock
 from pipeline.parallel.parameters import ParameterFactory, mark_counted_once
 from pipeline.training.engine import PipelinedEngine, SequentialEngine, TrainEngine
@@ -24,16 +25,17 @@ def build_engine(job: Job, parallel: Parallel) -> TrainEngine:
     """Build this rank's part of the model and hand it to DeepSpeed. Collective."""
     clock = DropoutClock(job.options.seed, job.batch.micro_batch_size)
     factory = ParameterFactory(job.options.seed, parallel)
-    plans = plan_layers(job.model, factory, clock, job.activation_checkpointing)
+    board = DocumentBoard()
+    plans = plan_layers(job.model, factory, clock, job.activation_checkpointing, board)
     topology = _topology(parallel)
     if parallel.mesh.pipeline > 1:
         loss = token_loss(job.model, parallel)
         module: nn.Module = build_pipelined(plans, job.stages, job.pipeline_schedule, topology, loss)
-        return PipelinedEngine(job, parallel, _initialize(job, parallel, module, None), clock)
+        return PipelinedEngine(job, parallel, _initialize(job, parallel, module, None), clock, board)
     grid = PipelineParallelGrid(topology=topology)
     with _partitioned_construction(job, grid):
         module = SequentialGPT(plans)
-    return SequentialEngine(job, parallel, _initialize(job, parallel, module, grid), clock)
+    return SequentialEngine(job, parallel, _initialize(job, parallel, module, grid), clock, board)
 
 
 def _topology(parallel: Parallel) -> PipeModelDataParallelTopology:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pipeline.data.batch import MicroBatch
 from pipeline.job.job import Job
 from pipeline.parallel.context import Parallel
+from pipeline.parallel.documents import DocumentBoard
 from pipeline.parallel.dropout import DropoutClock
 from pipeline.parallel.ulysses import sequence_slice
 from pipeline.training.grad_norm import clip_global_norm
@@ -46,10 +47,14 @@ class TrainEngine(ABC):
         parallel: This rank's place in the mesh.
         deepspeed: What `deepspeed.initialize` returned.
         clock: The dropout clock that the model was built with.
+        board: The board for documents that the model was built with.
     """
 
-    def __init__(self, job: Job, parallel: Parallel, deepspeed: Any, clock: DropoutClock) -> None:
-        self.job, self.parallel, self.deepspeed, self.clock = job, parallel, deepspeed, clock
+    def __init__(
+        self, job: Job, parallel: Parallel, deepspeed: Any, clock: DropoutClock, board: DocumentBoard
+    ) -> None:
+        self.job, self.parallel, self.deepspeed = job, parallel, deepspeed
+        self.clock, self.board = clock, board
         self.step = 0  # optimizer steps taken, overflows included
         self._own_norm: Tensor | None = None
         if job.precision.compute == "fp32" and job.zero_stage == 0:
@@ -69,6 +74,7 @@ class TrainEngine(ABC):
         """
         self.step += 1
         self.clock.step = self.step
+        self._post_documents(batches)
         lr = self.job.schedule(self.step)
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = lr
@@ -78,21 +84,24 @@ class TrainEngine(ABC):
     @torch.no_grad()
     def eval_step(self, batches: Sequence[MicroBatch], tokens: int) -> float:
         """The mean loss of `tokens` unmasked labels that the whole job holds in these micro-batches."""
+        self._post_documents(batches)
         self.module.eval()
         loss = self._evaluate(batches, tokens).item()
         self.module.train()
         return loss
 
     @torch.no_grad()
-    def next_token_logits(self, tokens: Tensor, position: int) -> Tensor:
+    def next_token_logits(self, tokens: Tensor, position: int, documents: Tensor | None = None) -> Tensor:
         """Logits after ``tokens[position]``, [vocabulary] fp32, on every rank.
 
         `tokens` is [micro batch, sequence] with the text in row 0; what stands after `position` cannot
         matter, because attention is causal. The rank that computed a slice of the vocabulary puts it into a
         zero vector, and a sum over the world gives everyone the whole.
+
+        `documents`, [micro batch, sequence], numbers the documents of the text; None: it is one.
         """
         self.module.eval()
-        logits = self._logits(tokens)
+        logits = self._logits(tokens, documents)
         self.module.train()
         mesh, here = self.parallel.mesh, self.parallel.coordinates
         whole = torch.zeros(self.job.model.padded_vocab_size, device=self.deepspeed.device)
@@ -112,8 +121,14 @@ class TrainEngine(ABC):
         """Forward only; the loss, the same on every rank."""
 
     @abstractmethod
-    def _logits(self, tokens: Tensor) -> Tensor | None:
+    def _logits(self, tokens: Tensor, documents: Tensor | None) -> Tensor | None:
         """Forward of one micro-batch; this rank's slice of the logits, None where there are none."""
+
+    def _post_documents(self, batches: Sequence[MicroBatch]) -> None:
+        documents = [batch.documents for batch in batches]
+        if self.job.options.document_mask and any(each is None for each in documents):
+            raise ValueError("document_mask is on, but there are micro-batches that come without documents")
+        self.board.post(documents, self.deepspeed.device)
 
     def _inputs(self, batch: MicroBatch) -> Tensor:
         return sequence_slice(batch.tokens, self.parallel).contiguous()
@@ -144,8 +159,10 @@ class TrainEngine(ABC):
 class SequentialEngine(TrainEngine):
     """One pipeline stage, through `DeepSpeedEngine`."""
 
-    def __init__(self, job: Job, parallel: Parallel, deepspeed: Any, clock: DropoutClock) -> None:
-        super().__init__(job, parallel, deepspeed, clock)
+    def __init__(
+        self, job: Job, parallel: Parallel, deepspeed: Any, clock: DropoutClock, board: DocumentBoard
+    ) -> None:
+        super().__init__(job, parallel, deepspeed, clock, board)
         self.loss_fn = token_loss(job.model, parallel)
 
     def _train(self, batches: Sequence[MicroBatch], tokens: int) -> Tensor:
@@ -174,7 +191,8 @@ class SequentialEngine(TrainEngine):
             dist.all_reduce(total, group=self.parallel.replica_group)
         return total / (self.parallel.mesh.replicas * micro_batches)
 
-    def _logits(self, tokens: Tensor) -> Tensor:
+    def _logits(self, tokens: Tensor, documents: Tensor | None) -> Tensor:
+        self.board.post([documents], self.deepspeed.device)
         return self.deepspeed(sequence_slice(tokens, self.parallel).contiguous().to(self.deepspeed.device))
 
 
@@ -188,10 +206,11 @@ class PipelinedEngine(TrainEngine):
         pairs = self._pairs(batches, tokens)
         return self.deepspeed.eval_batch(iter(pairs), num_micro_batches=len(pairs))
 
-    def _logits(self, tokens: Tensor) -> Tensor | None:
+    def _logits(self, tokens: Tensor, documents: Tensor | None) -> Tensor | None:
         inputs = sequence_slice(tokens, self.parallel).contiguous()
         # DualPipeV needs twice as many micro-batches as stages to fill; only the last one's logits are kept.
         copies = 2 * self.parallel.mesh.pipeline if self.job.pipeline_schedule == "dualpipev" else 1
+        self.board.post([documents] * copies, self.deepspeed.device)
         pairs = [(inputs, (inputs, torch.zeros_like(inputs, dtype=torch.float32)))] * copies
         _, logits = self.deepspeed.eval_batch(iter(pairs), return_logits=True, num_micro_batches=copies)
         return logits
