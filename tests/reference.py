@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -38,13 +39,12 @@ def train_reference(
     learning_rate: float,
     gradient_clipping: float = 0.0,
     vocab_size: int | None = None,
-    momentum: float = 0.0,
+    optimizer: Callable[[dict[str, nn.Parameter]], torch.optim.Optimizer] | None = None,
 ) -> ReferenceRun:
     """Train for ``len(tokens)`` SGD steps in fp32, each on one whole global batch.
 
     The update is ``w -= learning_rate * g * min(1, gradient_clipping / (|g| + 1e-6))``, the epsilon being
-    that of `torch.nn.utils.clip_grad_norm_` and of DeepSpeed. With momentum the clipped gradient enters
-    ``v = momentum * v + g``, and v takes its place, as in `torch.optim.SGD`.
+    that of `torch.nn.utils.clip_grad_norm_` and of DeepSpeed. `optimizer`, if given, takes its place.
 
     Args:
         build_model: Makes the module with its initial weights; ``module(tokens)`` gives logits
@@ -56,7 +56,7 @@ def train_reference(
         learning_rate: The same in every step.
         gradient_clipping: Largest norm; 0 is off.
         vocab_size: Logits from this column on are padding and left out of the softmax.
-        momentum: Share of the last step's update direction that is kept.
+        optimizer: Makes another optimizer over the named parameters, with a learning rate of its own.
 
     Raises:
         ValueError: shapes or types differ from the above, or a step has no label that counts.
@@ -64,7 +64,7 @@ def train_reference(
     _check(tokens, labels, mask)
     model = build_model().float()
     parameters = dict(model.named_parameters())
-    velocity = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
+    update = optimizer(parameters).step if optimizer else partial(_sgd, parameters, learning_rate)
     losses, grad_norms, gradients = [], [], {}
     for step_tokens, step_labels, step_mask in zip(tokens, labels, mask, strict=True):
         model.zero_grad(set_to_none=True)
@@ -73,7 +73,7 @@ def train_reference(
         gradients = gradients or _gradients(parameters)
         losses.append(loss.item())
         grad_norms.append(_clip(parameters, gradient_clipping))
-        _sgd(parameters, velocity, learning_rate, momentum)
+        update()
     weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     return ReferenceRun(tuple(losses), tuple(grad_norms), gradients, weights)
 
@@ -116,9 +116,6 @@ def _clip(parameters: dict[str, nn.Parameter], gradient_clipping: float) -> floa
 
 
 @torch.no_grad()
-def _sgd(
-    parameters: dict[str, nn.Parameter], velocity: dict[str, Tensor], learning_rate: float, momentum: float
-) -> None:
-    for name, parameter in parameters.items():
-        velocity[name].mul_(momentum).add_(parameter.grad)
-        parameter.sub_(learning_rate * velocity[name])
+def _sgd(parameters: dict[str, nn.Parameter], learning_rate: float) -> None:
+    for parameter in parameters.values():
+        parameter.sub_(learning_rate * parameter.grad)

@@ -66,6 +66,17 @@ def test_impossible_launcher_options_are_collected() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", "0"])
+def test_a_time_that_never_comes_is_refused(value: str) -> None:
+    with pytest.raises(JobError, match="stop_timeout"):
+        split_arguments(["--stop_timeout", value])
+
+
+def test_a_place_below_the_first_host_is_refused() -> None:
+    with pytest.raises(JobError, match="hosts are counted from 0"):
+        split_arguments("--no_ssh --node_rank -1 --master_addr h1".split())
+
+
 def test_a_wrong_job_starts_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setattr(launch, "run_launch", lambda *_: pytest.fail("something was started"))
     assert launch.main(["--hostfile", "no/such/file", "--seq_length", "-3", "--train_steps", "-1"]) == 2

@@ -47,7 +47,7 @@ def test_training_equals_torch_sgd_and_clip_grad_norm(clipping: float, momentum:
         mask,
         learning_rate=0.3,
         gradient_clipping=clipping,
-        momentum=momentum,
+        optimizer=(lambda named: torch.optim.SGD(named.values(), 0.3, momentum)) if momentum else None,
     )
     model = Bigram()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=momentum)

@@ -17,6 +17,8 @@ from pipeline.job.problems import Problem
 _HOST_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
 _USER_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _LINE = "a line is `host slots=N`"
+# More devices than any host has, fewer than would exhaust a check.
+MAX_SLOTS = 4096
 
 
 @dataclass(frozen=True)
@@ -91,8 +93,10 @@ def _parse_line(line: str) -> Host | tuple[str, str]:
         return f"unknown key '{key}'; {_LINE}", f"Write `{name} slots=N`"
     if not re.fullmatch(r"-?[0-9]+", value):
         return f"slots must be a whole number, not '{value}'", f"Write `{name} slots=N`"
-    if int(value) < 1:
+    if value.startswith("-") or not value.strip("0"):
         return f"slots must be at least 1, not {value}", "Remove the line to leave the host out"
+    if len(value) > len(str(MAX_SLOTS)) or int(value) > MAX_SLOTS:
+        return f"slots must be at most {MAX_SLOTS}", f"Write `{name} slots=N`"
     if len(rest) > 1:
         return f"'{' '.join(rest[1:])}' follows the slot count", "Put comments on lines of their own"
     return Host(name, int(value))
@@ -194,13 +198,15 @@ def _first(
     problems = []
     if num_nodes is not None and not 1 <= num_nodes <= len(hosts):
         rule = f"must be from 1 to the number of hosts, {len(hosts)}"
-        problems.append(Problem("num_nodes", num_nodes, rule, "Lower it, or add hosts to the hostfile"))
+        problems.append(
+            Problem("num_nodes", num_nodes, rule, "Give such a number, or add hosts to the hostfile")
+        )
     elif num_nodes is not None:
         hosts = hosts[:num_nodes]
     smallest = min((host.slots for host in hosts), default=0)
     if num_gpus is not None and not 1 <= num_gpus <= smallest:
         rule = f"must be from 1 to the smallest host's slots, {smallest}"
-        problems.append(Problem("num_gpus", num_gpus, rule, "Lower it, or correct the hostfile's slots"))
+        problems.append(Problem("num_gpus", num_gpus, rule, "Give such a number, or correct the hostfile"))
     elif num_gpus is not None:
         hosts = tuple(Host(host.name, num_gpus, host.devices[:num_gpus]) for host in hosts)
     return hosts, tuple(problems)

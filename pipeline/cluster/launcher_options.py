@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -90,12 +91,17 @@ def _problems(options: LauncherOptions) -> list[Problem]:
         port = getattr(options, key)
         if port is not None and not 1 <= port <= 65535:
             problems.append(Problem(key, port, "a port is from 1 to 65535", "Give another port"))
-    if options.stop_timeout <= 0:
-        rule = "must be above 0 seconds"
+    if not 0 < options.stop_timeout < math.inf:  # nor is NaN a time
+        rule = "must be a number of seconds above 0"
         problems.append(Problem("stop_timeout", options.stop_timeout, rule, "Give a number of seconds"))
     if options.no_ssh and (options.node_rank is None or options.master_addr is None):
         rule = "each host must know its place and the first host's address"
         problems.append(Problem("no_ssh", True, rule, "Add --node_rank N and --master_addr HOST"))
+    if options.node_rank is not None and options.node_rank < 0:
+        rule = "hosts are counted from 0"
+        problems.append(
+            Problem("node_rank", options.node_rank, rule, "Give the host's place in the hostfile")
+        )
     if options.node_rank is not None and not options.no_ssh:
         rule = "has a meaning with --no_ssh only"
         problems.append(Problem("node_rank", options.node_rank, rule, "Add --no_ssh, or leave it out"))

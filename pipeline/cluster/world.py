@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.cluster.devices import BF16_CAPABILITY, visible_gpus
-from pipeline.cluster.hostfile import Host, read_hostfile, select_hosts
+from pipeline.cluster.hostfile import MAX_SLOTS, Host, read_hostfile, select_hosts
 from pipeline.cluster.rank_environment import LOOPBACK, RankEnvironment
 from pipeline.job.problems import JobError, Problem
 
@@ -22,6 +22,8 @@ DEFAULT_CPU_RANKS = 2
 # DeepSpeed reads this file when no hostfile is named; so does this project, or the two would disagree.
 DEFAULT_HOSTFILE = "/job/hostfile"
 LOCALHOST = "localhost"
+# Largest world that is checked on paper.
+MAX_WORLD = 65536
 
 __all__ = ["Host", "World", "local_world", "resolve_world", "world_from_environment", "world_from_hostfile"]
 
@@ -94,7 +96,7 @@ def local_world(
     device = _local_device(environ)
     if device.gpus is not None:
         host = Host(LOCALHOST, len(device.gpus), device.gpus)
-    elif num_gpus is not None and num_gpus > 0:
+    elif num_gpus is not None and 0 < num_gpus <= MAX_SLOTS:
         host = Host(LOCALHOST, num_gpus)
     else:
         host = Host(LOCALHOST, min(DEFAULT_CPU_RANKS, available_cores()))
@@ -175,11 +177,18 @@ class _Device:
 
 def _local_device(environ: Mapping[str, str]) -> _Device:
     # DS_ACCELERATOR is DeepSpeed's own switch: its launcher and engine follow it, so this must, too.
-    if environ.get("DS_ACCELERATOR") == "cpu":
+    chosen = environ.get("DS_ACCELERATOR")
+    if chosen == "cpu":
         return _Device("cpu", None, False, None)
+    if chosen not in (None, "cuda"):
+        rule = "the devices supported here are cuda and cpu"
+        raise JobError([Problem("DS_ACCELERATOR", chosen, rule, "Set it to one of these, or unset it")])
     gpus, problems = visible_gpus(environ)
     if problems:
         raise JobError(problems)
+    if chosen == "cuda" and not gpus:
+        rule = "there is no usable GPU on this machine"
+        raise JobError([Problem("DS_ACCELERATOR", chosen, rule, "Unset it to train on the CPU")])
     if not gpus:
         return _Device("cpu", None, False, None)
     names = " + ".join(sorted({gpu.name for gpu in gpus}))
@@ -198,8 +207,9 @@ def _loopback_among_others(hosts: tuple[Host, ...], path: str) -> tuple[Problem,
 
 def _imagined_world(size: int, hostfile: str | None, *filters: object) -> World:
     problems = []
-    if size < 1:
-        problems.append(Problem("world_size", size, "must be at least 1", "Give the number of ranks"))
+    if not 1 <= size <= MAX_WORLD:
+        rule = f"must be from 1 to {MAX_WORLD}"
+        problems.append(Problem("world_size", size, rule, "Give the number of ranks"))
     if hostfile is not None or any(value not in (None, "") for value in filters):
         rule = "replaces the world of a hostfile and the launcher's filters"
         problems.append(Problem("world_size", size, rule, "Give one or the other"))

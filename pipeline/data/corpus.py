@@ -7,6 +7,7 @@ source text of the running interpreter's standard library: real text, about 10 M
 
 from __future__ import annotations
 
+import codecs
 import os
 import sys
 import sysconfig
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.job.problems import JobError, Problem
+from pipeline.job.user_input import exists, is_file, is_folder
 
 # Plain text and source code, as they are. Other kinds of files would be learned with their markup.
 _PROSE = (".txt", ".text", ".md", ".rst", ".tex")
@@ -25,6 +27,8 @@ TEXT_SUFFIXES = _PROSE + _CODE
 _NOT_LIBRARY = {"site-packages", "dist-packages", "lib-dynload", "test", "tests", "idlelib", "lib2to3"}
 _LIBRARY_LEFT_OUT = frozenset(_NOT_LIBRARY | {"encodings", "pydoc_data"})
 _LIBRARY_GENERATED = ("_sysconfigdata", "config-")
+# Bytes of a named file that are looked at before a run starts.
+_BEGINNING = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -87,8 +91,11 @@ class Corpus:
 
 
 def data_problems(paths: Sequence[str]) -> tuple[Problem, ...]:
-    """What is wrong with the paths of `--data`, found without reading them."""
-    return tuple(problem for path in paths if (problem := _path_problem(Path(path))) is not None)
+    """What is wrong with the paths of `--data`, found without reading more than a file's beginning."""
+    problems = tuple(problem for path in paths if (problem := _path_problem(Path(path))) is not None)
+    if problems or not paths or not all(is_file(path) and not Path(path).stat().st_size for path in paths):
+        return problems
+    return (_no_document(", ".join(paths), [Skipped(path, "empty") for path in paths]),)
 
 
 def find_corpus(paths: Sequence[str]) -> Corpus:
@@ -109,7 +116,7 @@ def find_corpus(paths: Sequence[str]) -> Corpus:
 
 
 def _path_problem(path: Path) -> Problem | None:
-    if path.is_dir():
+    if is_folder(path):
         try:
             if any(_is_text(name) for name in _walk(path)):
                 return None
@@ -117,12 +124,24 @@ def _path_problem(path: Path) -> Problem | None:
             return _unreadable(str(path), error)
         rule = f"the folder holds no file with one of the suffixes {' '.join(TEXT_SUFFIXES)}"
         return Problem("data", str(path), rule, "Name a folder that does, or the files themselves")
-    if not path.is_file():
-        rule = "is no file or folder" if path.exists() else "does not exist"
+    if not is_file(path):
+        rule = "is no file or folder" if exists(path) else "does not exist"
         return Problem("data", str(path), rule, "Give the path of a text file or of a folder of them")
     if path.suffix and not _is_text(path.name):
         rule = f"the suffix {path.suffix} is not one of plain text ({' '.join(TEXT_SUFFIXES)})"
         return Problem("data", str(path), rule, "Give plain text; if it is, rename the file to end in .txt")
+    return _beginning_problem(path)
+
+
+def _beginning_problem(path: Path) -> Problem | None:
+    """Whether a named file cannot be read, or is binary; most of those are not UTF-8 from the start."""
+    try:
+        with path.open("rb") as file:
+            codecs.getincrementaldecoder("utf-8")().decode(file.read(_BEGINNING))
+    except OSError as error:
+        return _unreadable(str(path), error)
+    except UnicodeDecodeError as error:
+        return not_utf8(str(path), error)
     return None
 
 
@@ -185,6 +204,12 @@ def _library_files() -> list[str]:
 
 def _is_text(path: str) -> bool:
     return path.lower().endswith(TEXT_SUFFIXES)
+
+
+def not_utf8(path: str, error: UnicodeDecodeError) -> Problem:
+    """A named file that is not text."""
+    rule = f"is not UTF-8 text: byte {error.object[error.start]:#04x} at position {error.start}"
+    return Problem("data", path, rule, "Convert it to UTF-8, or leave it out")
 
 
 def _unreadable(path: str, error: OSError) -> Problem:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.data.corpus import Corpus, Skipped, TextFile
+from pipeline.data.corpus import Corpus, Skipped, TextFile, not_utf8
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.job.problems import JobError, Problem
 
@@ -71,7 +71,7 @@ def write_token_file(
             try:
                 tokens = _document(file, tokenizer, dtype)
             except UnicodeDecodeError as error:
-                problems += [_not_utf8(file, error)] if file.named else []
+                problems += [not_utf8(file.path, error)] if file.named else []
                 skipped.append(Skipped(file.path, f"not UTF-8 at byte {error.start}"))
                 continue
             stream.write(tokens.data)
@@ -129,11 +129,6 @@ def open_token_file(folder: Path) -> TokenFile:
 
 def _document(file: TextFile, tokenizer: Tokenizer, dtype: np.dtype) -> np.ndarray:
     return np.append(tokenizer.encode(file.read()), tokenizer.end_of_document).astype(dtype)
-
-
-def _not_utf8(file: TextFile, error: UnicodeDecodeError) -> Problem:
-    rule = f"is not UTF-8 text: byte {error.object[error.start]:#04x} at position {error.start}"
-    return Problem("data", file.path, rule, "Convert it to UTF-8, or leave it out")
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -67,7 +67,7 @@ def model_from_hugging_face(values: dict[str, Any], source: str) -> ModelConfig:
         JobError: another kind, unknown or unsupported fields, impossible sizes; all of them.
     """
     kind = values["model_type"]
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         rule = f"is not a kind of model that can be built: {', '.join(KINDS)}"
         raise JobError([Problem(f"{source}: model_type", kind, rule, did_you_mean(str(kind), KINDS))])
     fields = _Fields(values, source)
@@ -91,6 +91,9 @@ class _Fields:
         """The field under its name or an alias (GPT-2's have two each); `default` if absent."""
         self.read.update((name, *aliases))
         given = [alias for alias in (name, *aliases) if alias in self.values]
+        if any(self.values[alias] != self.values[given[0]] for alias in given):
+            rule = f"differs from {given[0]} = {self.values[given[0]]}, another name of the same size"
+            self.refuse(given[-1], self.values[given[-1]], rule, "Keep one of the two")
         return self.values[given[0]] if given else default
 
     def whole(self, name: str, default: int, *aliases: str) -> int:
@@ -177,11 +180,10 @@ def _gpt2(fields: _Fields) -> ModelConfig:
 
 def _activation(fields: _Fields) -> Any:
     value = fields.get("activation_function", "gelu_new")
-    if value not in _ACTIVATIONS:
-        fields.refuse(
-            "activation_function", value, "is not built here", did_you_mean(str(value), _ACTIVATIONS)
-        )
-    return _ACTIVATIONS.get(value, "gelu")
+    if isinstance(value, str) and value in _ACTIVATIONS:
+        return _ACTIVATIONS[value]
+    fields.refuse("activation_function", value, "is not built here", did_you_mean(str(value), _ACTIVATIONS))
+    return "gelu"
 
 
 def _gpt2_dropout(fields: _Fields) -> float:
@@ -236,7 +238,8 @@ def _no_sliding_window(fields: _Fields) -> None:
     on = fields.flag("use_sliding_window", False)
     first = fields.get("max_window_layers", 28)
     layers = fields.get("num_hidden_layers", 32)
-    if on and "layer_types" not in fields.values and isinstance(first, int) and first < layers:
+    numbers = isinstance(first, int) and isinstance(layers, int)
+    if on and "layer_types" not in fields.values and numbers and first < layers:
         rule = f"is not supported: layers {first} to {layers - 1} would see a window of the earlier tokens"
         fields.refuse("use_sliding_window", True, rule, "Set it to false, if the model allows that")
 
@@ -292,7 +295,8 @@ def _plain_rotary(parameters: dict[str, Any]) -> bool:
     """Whether rotary parameters hold a base frequency and nothing that changes the formula."""
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     known = parameters.keys() <= {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
-    number = isinstance(parameters.get("rope_theta", 1.0), (int, float))
+    theta = parameters.get("rope_theta", 1.0)
+    number = isinstance(theta, (int, float)) and not isinstance(theta, bool)
     return known and number and kind == "default" and parameters.get("partial_rotary_factor", 1) in (None, 1)
 
 

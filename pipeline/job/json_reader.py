@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.job.problems import Problem
+from pipeline.job.user_input import is_text
 
 _SPACE = re.compile(r"(?:\s|//[^\n]*|#[^\n]*|/\*.*?\*/)*", re.DOTALL)
 _STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"')
@@ -57,16 +58,21 @@ class _Malformed(ValueError):
         self.position, self.rule = position, rule
 
 
-def read_json(path: Path) -> Document:
-    """Read one file; a missing or malformed one is a Document with problems."""
+def read_json(path: Path, option: str = "deepspeed_config", kind: str = "a DeepSpeed JSON") -> Document:
+    """Read one file; a missing or malformed one is a Document with problems.
+
+    Args:
+        option: The option that named the file, and `kind` what it should name.
+    """
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        return _unreadable(path, "there is no such file", "Give the path of a DeepSpeed JSON")
+        rule = "there is no such file"
     except (OSError, UnicodeDecodeError) as error:
-        rule = f"cannot be read ({type(error).__name__}: {error})"
-        return _unreadable(path, rule, "Give the path of a DeepSpeed JSON")
-    return parse_json(text, str(path))
+        rule = f"cannot be read as JSON ({type(error).__name__}: {error})"
+    else:
+        return parse_json(text, str(path))
+    return Document(str(path), {}, {}, (Problem(option, str(path), rule, f"Give the path of {kind}"),))
 
 
 def parse_json(text: str, path: str) -> Document:
@@ -79,19 +85,6 @@ def parse_json(text: str, path: str) -> Document:
         problem = Problem(f"{path}:{line}", _excerpt(text, error.position), error.rule, "Correct this line")
         return Document(path, {}, parser.lines, (*parser.problems, problem))
     return Document(path, values, parser.lines, tuple(parser.problems))
-
-
-def is_text(value: str) -> bool:
-    """Whether UTF-8 has bytes for it: not for half of a surrogate pair, nor for undecodable arguments."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _unreadable(path: Path, rule: str, remedy: str) -> Document:
-    return Document(str(path), {}, {}, (Problem("deepspeed_config", str(path), rule, remedy),))
 
 
 def _excerpt(text: str, position: int) -> str:

@@ -7,15 +7,16 @@ training something else than the file says is worse than stopping.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from pipeline.job.hugging_face_config import KINDS, model_from_hugging_face
+from pipeline.job.json_reader import read_json
 from pipeline.job.model_config import ModelConfig, model_from_json
 from pipeline.job.model_presets import PRESETS
 from pipeline.job.problems import JobError, Problem
 from pipeline.job.suggest import did_you_mean
+from pipeline.job.user_input import is_file, is_folder
 
 AUTO = "auto"
 CONFIG_FILE = "config.json"
@@ -38,15 +39,15 @@ def load_model(name: str, device: str) -> ModelConfig:
     if name in PRESETS:
         return PRESETS[name].model
     path = Path(name)
-    if path.is_dir():
+    if is_folder(path):
         path = path / CONFIG_FILE
-    if not path.is_file():
+    if not is_file(path):
         raise JobError([_unknown(name, path)])
     return _from_description(_read(path), str(path))
 
 
 def _unknown(name: str, path: Path) -> Problem:
-    if path.parent.is_dir() and path.name == CONFIG_FILE:
+    if is_folder(path.parent) and path.name == CONFIG_FILE:
         return Problem("model", name, f"the folder has no {CONFIG_FILE}", "Give a model's folder or file")
     if path.suffix == ".json" or len(path.parts) > 1:
         return Problem("model", name, "there is no such file or folder", "Correct the path")
@@ -55,15 +56,10 @@ def _unknown(name: str, path: Path) -> Problem:
 
 def _read(path: Path) -> dict[str, Any]:
     """The JSON object in `path`."""
-    remedy = f"Give a Hugging Face {CONFIG_FILE}"
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        rule = f"cannot be read as JSON ({type(error).__name__}: {error})"
-        raise JobError([Problem("model", str(path), rule, remedy)]) from error
-    if not isinstance(values, dict):
-        raise JobError([Problem("model", str(path), "must hold one JSON object", remedy)])
-    return values
+    document = read_json(path, "model", f"a Hugging Face {CONFIG_FILE}")
+    if document.problems:
+        raise JobError(document.problems)
+    return document.values
 
 
 def _from_description(values: dict[str, Any], source: str) -> ModelConfig:

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from pipeline.job.problems import Problem
+from pipeline.job.user_input import exists, is_folder
 
 # JSON key -> module that DeepSpeed's monitor imports; None: nothing beyond the standard library.
 MONITORS: Mapping[str, str | None] = {
@@ -73,7 +74,7 @@ def _path_problems(key: str, block: Mapping[str, object]) -> list[Problem]:
     path = block.get("output_path")
     if key not in FILE_MONITORS or not isinstance(path, str):
         return []
-    blocking = next((p for p in (Path(path), *Path(path).parents) if p.exists() and not p.is_dir()), None)
+    blocking = next((p for p in (Path(path), *Path(path).parents) if exists(p) and not is_folder(p)), None)
     if blocking is None:
         return []
     rule = f"must be a folder, and {blocking} is a file"

@@ -1,11 +1,12 @@
-"""Ranges of the options that are numbers, and of `resume`."""
+"""Ranges of the options that are numbers, and what texts and paths must be."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
 
 from pipeline.job.options import Options
 from pipeline.job.problems import Problem
+from pipeline.job.user_input import exists, is_text
 
 # Smallest value of each whole-number option; None stays None.
 LOWEST = {
@@ -19,8 +20,13 @@ LOWEST = {
     "seed": 0,
     "sample_tokens": 0,
 }
+# All of them fit 64 bits.
+HIGHEST = 2**63 - 1
 # Options from 0 to below 1.
 SHARES = ("dropout", "eval_fraction")
+# Options that name something, and are not empty.
+NAMES = ("deepspeed_config", "model", "data", "output_dir", "resume", "config")
+TEXTS = (*NAMES, "sample_prompt")
 
 
 def option_problems(options: Options) -> list[Problem]:
@@ -30,12 +36,25 @@ def option_problems(options: Options) -> list[Problem]:
         value = getattr(options, name)
         if value is not None and value < lowest:
             problems.append(Problem(name, value, f"must be at least {lowest}", f"Raise --{name}"))
+        elif value is not None and value > HIGHEST:
+            problems.append(Problem(name, value, f"must be at most {HIGHEST}", f"Lower --{name}"))
     for name in SHARES:
         value = getattr(options, name)
         if value is not None and not 0 <= value < 1:
             rule = "must be at least 0 and below 1"
             problems.append(Problem(name, value, rule, f"Correct --{name}"))
-    if options.resume not in ("auto", "never") and not Path(options.resume).exists():
+    problems += _text_problems(options)
+    if options.resume not in ("auto", "never") and not exists(options.resume):
         rule = "is neither auto, never nor an existing checkpoint"
         problems.append(Problem("resume", options.resume, rule, "Correct the path"))
     return problems
+
+
+def _text_problems(options: Options) -> Iterator[Problem]:
+    for name in TEXTS:
+        value = getattr(options, name)
+        for text in value if isinstance(value, tuple) else (value,):
+            if text == "" and name in NAMES:
+                yield Problem(name, text, "is empty", f"Give a value, or leave --{name} out")
+            elif text is not None and not is_text(text):
+                yield Problem(name, text, "is not UTF-8 text", "Use UTF-8")

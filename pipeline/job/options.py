@@ -100,8 +100,9 @@ def parse_options(args: Sequence[str], kind: type[O] = Options, prog: str | None
     Raises:
         SystemExit: with code 2 after a message for an unknown option or a value of the wrong type; with
             code 0 after --help.
-        JobError: the file given with --config cannot be used.
+        JobError: the file given with --config cannot be used, or --data has no path.
     """
+    _refuse_empty_data(args)
     saved = _config_argument(args)
     default = kind() if saved is None else from_run_file(Path(saved), kind)
     return tyro.cli(
@@ -124,6 +125,14 @@ def _config_argument(args: Sequence[str]) -> str | None:
     return None
 
 
+def _refuse_empty_data(args: Sequence[str]) -> None:
+    """``--data $FOLDER`` with the variable unset must not train on the default text instead."""
+    for argument, following in zip(args, [*args[1:], "--"], strict=False):
+        if argument == "--data" and following.startswith("--"):
+            remedy = "Name files or folders, or leave --data out"
+            raise JobError([Problem("data", "", "is given without a path", remedy)])
+
+
 def from_run_file(path: Path, kind: type[O] = Options) -> O:  # type: ignore[assignment]
     """The options that a run.json was started with.
 
@@ -131,8 +140,10 @@ def from_run_file(path: Path, kind: type[O] = Options) -> O:  # type: ignore[ass
         JobError: the file is missing, is no run.json, or has an option that does not exist.
     """
     try:
-        saved = dict(json.loads(path.read_text(encoding="utf-8"))["options"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        saved = json.loads(path.read_text(encoding="utf-8"))["options"]
+        if not isinstance(saved, dict):
+            raise TypeError("its options are no object")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         rule = f"cannot be read as a {RUN_FILE} ({type(error).__name__}: {error})"
         raise JobError([Problem("config", str(path), rule, f"Give the {RUN_FILE} of a run")]) from error
     return from_json(saved, kind, str(path))
@@ -153,13 +164,23 @@ def from_json(saved: dict[str, Any], kind: type[O] = Options, source: str = RUN_
         if key not in kinds:
             rule, remedy = "there is no such option", did_you_mean(key, kinds)
         elif not _fits(kinds[key], value):
-            rule, remedy = f"must be {kinds[key]}", "Correct the file"
+            rule, remedy = f"must be {_expected(kinds[key])}", "Correct the file"
         else:
             continue
         problems.append(Problem(f"{source}: options.{key}", value, rule, remedy))
     if problems:
         raise JobError(problems)
     return kind(**values)
+
+
+def _expected(kind: Any) -> str:
+    """A type in words."""
+    if get_origin(kind) is tuple:
+        return "a list of strings"
+    if get_args(kind):  # a union
+        return " or ".join(_expected(part) for part in get_args(kind))
+    words = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
+    return words.get(kind, "null")
 
 
 def _fits(kind: Any, value: object) -> bool:

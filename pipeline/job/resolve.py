@@ -25,6 +25,7 @@ from pipeline.job.rules import check_rules
 from pipeline.job.run_file import folder_problems, identity, restart_problems
 from pipeline.job.settings import Settings, Undecided
 from pipeline.job.stages import partition
+from pipeline.job.user_input import exists
 from pipeline.job.validate import AUTO
 from pipeline.parallel.mesh import Mesh
 from pipeline.training.schedules import LearningRate
@@ -121,7 +122,7 @@ def examine(options: Options, world: World | None, problems: Iterable[Problem] =
 def config_path(given: str) -> Path:
     """Where the JSON is: a relative path counts from the current folder, else from the project's."""
     path = Path(given)
-    return path if path.is_absolute() or path.exists() or not (PROJECT / path).exists() else PROJECT / path
+    return path if path.is_absolute() or exists(path) or not exists(PROJECT / path) else PROJECT / path
 
 
 def output_folder(options: Options, model: ModelConfig) -> str:

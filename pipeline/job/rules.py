@@ -130,11 +130,12 @@ RULES: tuple[Rule, ...] = (
          "the schedule depends on it", _derived("run length")),
     Rule("one run length", "train_steps and train_tokens exclude each other",
          "a length is said once", training.one_length),
-    Rule("evaluation", "Evaluation needs held-out documents",
+    Rule("evaluation", "Evaluation needs held-out documents beside those to train on",
          "training data is no test", training.evaluation),
     Rule("sample", "A sample needs a prompt", "the model continues something", training.prompt),
     Rule("output folder", "A folder that holds a run takes that model, data, sequence length and seed only; "
          "with checkpoints it is not started anew",
          "its checkpoints belong to that run", _derived("output folder")),
-    Rule("data", "The data exists", "a missing path is never skipped", training.data),
+    Rule("data", "Each path of the data is plain text, or a folder that holds some",
+         "a path is never skipped", training.data),
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from pipeline.job.job import Job
 from pipeline.job.model_config import ModelConfig
 from pipeline.job.options import RUN_FILE, Options
 from pipeline.job.problems import Problem
+from pipeline.job.user_input import exists, is_folder
 from pipeline.training.atomic_file import replaced_atomically
 
 CHECKPOINTS = "checkpoints"
@@ -26,23 +28,24 @@ def identity(options: Options, model: ModelConfig, sequence_length: int) -> dict
         **sizes,
         "data": list(options.data),
         "document_mask": options.document_mask,
-        "eval_fraction": options.eval_fraction,
+        # Without evaluation nothing is held out.
+        "eval_fraction": options.eval_fraction if options.eval_samples else 0.0,
         "seq_length": sequence_length,
         "seed": options.seed,
     }
 
 
 def folder_problems(folder: Path, wanted: dict[str, Any]) -> list[Problem]:
-    """Why this folder cannot take a run of that identity: a file in its place, or another run."""
-    if folder.exists() and not folder.is_dir():
-        return [Problem("output_dir", str(folder), "is a file", "Name a folder")]
+    """Why this folder cannot take a run of that identity: it cannot be written, or holds another run."""
+    if rule := _unusable(folder):
+        return [Problem("output_dir", str(folder), rule, "Name a folder that you may write to")]
     path = folder / RUN_FILE
     if not path.exists():
         return []
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))["identity"]
         differing = _differences(saved, wanted)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         rule = f"holds a {RUN_FILE} that cannot be read ({type(error).__name__}: {error})"
         return [Problem("output_dir", str(folder), rule, "Use another folder, or remove that file")]
     if not differing:
@@ -51,10 +54,26 @@ def folder_problems(folder: Path, wanted: dict[str, Any]) -> list[Problem]:
     return [Problem("output_dir", str(folder), rule, "Use another --output_dir, or that run's settings")]
 
 
+def _unusable(folder: Path) -> str | None:
+    """Why nothing can be written there."""
+    try:
+        folder.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        if folder.is_symlink():
+            return "is a link that leads nowhere"
+    except OSError as error:
+        return f"cannot be reached ({error.strerror})"
+    nearest = next(path for path in (folder, *folder.absolute().parents) if exists(path))
+    if not nearest.is_dir():
+        return "is a file" if nearest == folder else f"cannot be written: {nearest} is a file"
+    writable = os.access(nearest, os.W_OK | os.X_OK)
+    return None if writable else f"cannot be written: {nearest} is not writable"
+
+
 def restart_problems(folder: Path, resume: str) -> list[Problem]:
     """Why ``--resume never`` cannot start here: checkpoints of an earlier start would be overwritten."""
     checkpoints = folder / CHECKPOINTS
-    if resume != "never" or not checkpoints.is_dir() or not any(checkpoints.iterdir()):
+    if resume != "never" or not is_folder(checkpoints) or not any(checkpoints.iterdir()):
         return []
     rule = f"{checkpoints} holds checkpoints, and a new start would overwrite them"
     return [Problem("resume", resume, rule, "Use --resume auto, or another --output_dir")]

@@ -115,8 +115,8 @@ def _balanced(costs: Sequence[int], carrying: Sequence[bool], chunks: int) -> tu
     """The partition whose largest chunk is smallest; among those the most even one (least sum of
     squares); among those the one whose first chunks have most layers, as DeepSpeed's uniform.
 
-    Dynamic programming from the end of the list, layers^2 * chunks steps: 84 layers in 20 chunks take
-    about 0.1 s.
+    Dynamic programming from the end of the list, at most layers^2 * chunks steps; runs that cost more than
+    the best one found are left out, so that 100 layers take about 0.1 s in any number of chunks.
     """
     cost_before = _running_sum(costs)
     carrying_before = _running_sum(carrying)
@@ -155,6 +155,11 @@ def _solve(layers: int, chunks: int, cost: RunCost, combine: Combine) -> Optimum
 
 def _first_run(start: int, layers: int, rest: list[Optimum], cost: RunCost, combine: Combine) -> Optimum:
     """The best first run that begins at `start`; the longest of equally good ones."""
-    candidates = ((combine(cost(start, end), rest[end][0]), -end) for end in range(start + 1, layers + 1))
-    value, end = min(candidates)
+    best = (inf, -layers)
+    for end in range(start + 1, layers + 1):
+        own = cost(start, end)
+        if own > best[0]:  # and so are all longer runs
+            break
+        best = min(best, (combine(own, rest[end][0]), -end))
+    value, end = best
     return value, (start, *rest[-end][1])

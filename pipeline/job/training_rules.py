@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
+from pipeline.data.corpus import data_problems
 from pipeline.job.facts import Facts
 from pipeline.job.monitors import MONITORS
 from pipeline.job.problems import Problem
+from pipeline.job.user_input import is_file
 from pipeline.job.validate import AUTO
 
 _PARAMETERS_OF = {
@@ -96,6 +97,9 @@ def evaluation(f: Facts) -> Iterable[Problem]:
     if f.options.eval_samples > 0 and f.options.eval_fraction == 0:
         rule = "no document is held out, so there is nothing to evaluate"
         yield Problem("eval_fraction", 0, rule, "Raise it, or give --eval_samples 0")
+    elif f.options.eval_samples > 0 and len(f.options.data) == 1 and is_file(f.options.data[0]):
+        rule = "documents are held out whole, and the data is a single document"
+        yield Problem("eval_samples", f.options.eval_samples, rule, "Give 0, or the data in several files")
 
 
 def prompt(f: Facts) -> Iterable[Problem]:
@@ -105,6 +109,4 @@ def prompt(f: Facts) -> Iterable[Problem]:
 
 
 def data(f: Facts) -> Iterable[Problem]:
-    for path in f.options.data:
-        if not Path(path).exists():
-            yield Problem("data", path, "there is no such file or folder", "Correct the path")
+    return data_problems(f.options.data)

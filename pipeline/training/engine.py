@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.pipe.schedule import ReduceTiedGrads
 from torch import Tensor, nn
 
 from pipeline.data.batch import MicroBatch
@@ -17,8 +19,10 @@ from pipeline.parallel.context import Parallel
 from pipeline.parallel.documents import DocumentBoard
 from pipeline.parallel.dropout import DropoutClock
 from pipeline.parallel.ulysses import sequence_slice
-from pipeline.training.grad_norm import clip_global_norm
-from pipeline.training.loss import token_loss, weighted_labels
+from pipeline.training.grad_norm import clip_global_norm, sum_norm_once
+from pipeline.training.loss import Labels, token_loss, weighted_labels
+
+Pair = tuple[Tensor, Labels]
 
 
 class StepResult(NamedTuple):
@@ -84,7 +88,6 @@ class TrainEngine(ABC):
     @torch.no_grad()
     def eval_step(self, batches: Sequence[MicroBatch], tokens: int) -> float:
         """The mean loss of `tokens` unmasked labels that the whole job holds in these micro-batches."""
-        self._post_documents(batches)
         self.module.eval()
         loss = self._evaluate(batches, tokens).item()
         self.module.train()
@@ -125,6 +128,7 @@ class TrainEngine(ABC):
         """Forward of one micro-batch; this rank's slice of the logits, None where there are none."""
 
     def _post_documents(self, batches: Sequence[MicroBatch]) -> None:
+        """Tell the layers where documents lie in the pass that begins: these micro-batches, in this order."""
         documents = [batch.documents for batch in batches]
         if self.job.options.document_mask and any(each is None for each in documents):
             raise ValueError("document_mask is on, but there are micro-batches that come without documents")
@@ -175,6 +179,7 @@ class SequentialEngine(TrainEngine):
         return self._average(total, len(batches))
 
     def _evaluate(self, batches: Sequence[MicroBatch], tokens: int) -> Tensor:
+        self._post_documents(batches)
         total = torch.zeros((), device=self.deepspeed.device)
         for batch in batches:
             total += self._forward(batch, tokens, len(batches))
@@ -199,25 +204,65 @@ class SequentialEngine(TrainEngine):
 class PipelinedEngine(TrainEngine):
     """Several stages, through `PipelineEngine` or `DualPipeVEngine`."""
 
+    def __init__(
+        self, job: Job, parallel: Parallel, deepspeed: Any, clock: DropoutClock, board: DocumentBoard
+    ) -> None:
+        super().__init__(job, parallel, deepspeed, clock, board)
+        # Fewer micro-batches than this do not fill DualPipeV's schedule.
+        self.least_micro_batches = 2 * job.mesh.pipeline if job.pipeline_schedule == "dualpipev" else 1
+        if hasattr(deepspeed.optimizer, "scaled_global_norm"):
+            sum_norm_once(deepspeed.optimizer)
+        if parallel.mesh.replicas > 2:
+            self._average_tied_gradients_first()
+
     def _train(self, batches: Sequence[MicroBatch], tokens: int) -> Tensor:
         return self.deepspeed.train_batch(iter(self._pairs(batches, tokens)))
 
     def _evaluate(self, batches: Sequence[MicroBatch], tokens: int) -> Tensor:
-        pairs = self._pairs(batches, tokens)
-        return self.deepspeed.eval_batch(iter(pairs), num_micro_batches=len(pairs))
+        missing = self.least_micro_batches - len(batches)
+        nothing = replace(batches[0], mask=torch.zeros_like(batches[0].mask))
+        batches = [*batches, *[nothing] * missing]
+        self._post_documents(batches)
+        return self._forward_only(self._pairs(batches, tokens))
 
     def _logits(self, tokens: Tensor, documents: Tensor | None) -> Tensor | None:
         inputs = sequence_slice(tokens, self.parallel).contiguous()
-        # DualPipeV needs twice as many micro-batches as stages to fill; only the last one's logits are kept.
-        copies = 2 * self.parallel.mesh.pipeline if self.job.pipeline_schedule == "dualpipev" else 1
-        self.board.post([documents] * copies, self.deepspeed.device)
-        pairs = [(inputs, (inputs, torch.zeros_like(inputs, dtype=torch.float32)))] * copies
-        _, logits = self.deepspeed.eval_batch(iter(pairs), return_logits=True, num_micro_batches=copies)
+        labels = (inputs, torch.zeros_like(inputs, dtype=torch.float32))
+        self.board.post([documents] * self.least_micro_batches, self.deepspeed.device)
+        # Only the last micro-batch's logits are kept.
+        _, logits = self._forward_only([(inputs, labels)] * self.least_micro_batches, return_logits=True)
         return logits
 
-    def _pairs(
-        self, batches: Sequence[MicroBatch], tokens: int
-    ) -> list[tuple[Tensor, tuple[Tensor, Tensor]]]:
+    def _forward_only(self, pairs: Sequence[Pair], **options: Any) -> Any:
+        """`eval_batch` over as many micro-batches as there are pairs."""
+        training = self.deepspeed.micro_batches
+        # DualPipeV numbers its buffers by the engine's own count, whatever it is asked to run.
+        self.deepspeed.micro_batches = len(pairs)
+        try:
+            return self.deepspeed.eval_batch(iter(pairs), num_micro_batches=len(pairs), **options)
+        finally:
+            self.deepspeed.micro_batches = training
+
+    def _pairs(self, batches: Sequence[MicroBatch], tokens: int) -> list[Pair]:
         """(inputs, (labels, weights)) of each micro-batch, for the pipeline's first and last stage."""
         count = len(batches)
         return [(self._inputs(b), weighted_labels(b, self.parallel, tokens, count)) for b in batches]
+
+    def _average_tied_gradients_first(self) -> None:
+        """Average gradients of tied weights over replicas by themselves, before stages add them up.
+
+        DeepSpeed adds first and averages with all other gradients in one buffer, in which the two copies lie
+        at different places. Where an element lies decides in which order three or more replicas are added,
+        so that the copies would drift apart by rounding, and each take its own way from there. Averaged
+        first, alone, both copies get the same bits, and averaging equal values again does not change them.
+        """
+
+        def reduce_tied(engine: Any) -> None:
+            for weight, _ in engine.module.get_tied_weights_and_groups():
+                gradient = weight._hp_grad if engine.using_bf16_optimizer else weight.grad
+                dist.all_reduce(gradient, group=self.parallel.replica_group)
+                gradient /= self.parallel.mesh.replicas
+            engine._exec_reduce_tied_grads()
+
+        instructions = self.deepspeed._INSTRUCTION_MAP
+        self.deepspeed._INSTRUCTION_MAP = {**instructions, ReduceTiedGrads: reduce_tied}

@@ -1,9 +1,12 @@
-"""The global gradient norm where DeepSpeed has none of its own: fp32 weights without ZeRO.
+"""The global gradient norm where DeepSpeed's own will not do.
 
-DeepSpeed's clip for that case is skipped when clipping is off and does not report the norm.
+With fp32 weights and without ZeRO, DeepSpeed's clip is skipped when clipping is off and does not report the
+norm: `clip_global_norm` replaces it. With ZeRO 1 over pipeline stages its sum can hang: `sum_norm_once`.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,3 +32,22 @@ def clip_global_norm(module: nn.Module, group: dist.ProcessGroup, maximum: float
     if maximum > 0.0:
         torch._foreach_mul_(gradients, (maximum / (norm + 1e-6)).clamp(max=1.0))
     return norm
+
+
+def sum_norm_once(optimizer: Any) -> None:
+    """Make ZeRO 1's optimizer sum its squared norm over pipeline and tensor ranks in one reduction.
+
+    Its own way is one reduction for each parameter group. A stage with nothing but an embedding has no norms
+    or biases, hence a group less than the others, which then wait for it without end.
+    """
+    local_norm, reduce = optimizer.scaled_global_norm, optimizer._model_parallel_all_reduce
+
+    def scaled_global_norm(norm_type: int = 2) -> Tensor:
+        optimizer._model_parallel_all_reduce = lambda tensor, op: None
+        # What is not finite is infinite here, and so is the sum with it.
+        squared = local_norm(norm_type).square()
+        optimizer._model_parallel_all_reduce = reduce
+        reduce(squared, dist.ReduceOp.SUM)
+        return squared.sqrt()
+
+    optimizer.scaled_global_norm = scaled_global_norm

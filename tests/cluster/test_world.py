@@ -93,6 +93,16 @@ def test_deepspeeds_own_switch_means_cpu(machine) -> None:
     assert local_world(environ={"DS_ACCELERATOR": "cpu"}).device == "cpu"
 
 
+def test_deepspeeds_own_switch_names_a_device_that_is_there(machine) -> None:
+    machine(gpus=1)
+    assert local_world(environ={"DS_ACCELERATOR": "cuda"}).device == "cuda"
+    for value in ("xpu", ""):
+        (problem,) = problems_of(local_world, environ={"DS_ACCELERATOR": value})
+        assert problem.value == value and "cuda and cpu" in problem.rule
+    machine(gpus=0)
+    assert "no usable GPU" in problems_of(local_world, environ={"DS_ACCELERATOR": "cuda"})[0].rule
+
+
 def test_visible_devices_that_cannot_be_are_problems(machine) -> None:
     machine(gpus=2)
     assert "offers 2 of these 3" in visible_gpus({"CUDA_VISIBLE_DEVICES": "0,1,9"})[1][0].rule
@@ -149,6 +159,7 @@ def test_an_imagined_world(machine) -> None:
     machine(gpus=0)
     assert resolve_world(world_size=32).size == 32
     assert len(problems_of(resolve_world, world_size=0, hostfile="x")) == 2
+    assert problems_of(resolve_world, world_size=10**9)[0].rule == "must be from 1 to 65536"
     assert problems_of(resolve_world, world_size=4, num_gpus=2)[0].key == "world_size"
 
 

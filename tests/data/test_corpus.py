@@ -60,16 +60,20 @@ def test_a_file_counts_once_and_empty_ones_are_named(tmp_path: Path) -> None:
 def test_every_wrong_path_is_reported_at_once(tmp_path: Path) -> None:
     write(tmp_path, data_jsonl="{}", only__x_bin="x", good_txt="text")
     os.mkfifo(tmp_path / "pipe.txt")
-    names = ["missing", "data.jsonl", "only", "good.txt", "pipe.txt"]
+    (tmp_path / "binary.txt").write_bytes(b"ab\xff")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    names = ["missing", "data.jsonl", "only", "good.txt", "pipe.txt", "binary.txt", "loop", "x" * 5000]
     paths = [str(tmp_path / name) for name in names]
     with pytest.raises(JobError) as caught:
         find_corpus(paths)
     found = {Path(str(problem.value)).name: problem.rule for problem in caught.value.problems}
-    assert found.keys() == {"missing", "data.jsonl", "only", "pipe.txt"}
+    assert found.keys() == set(names) - {"good.txt"}
     assert "does not exist" in found["missing"]
     assert ".jsonl is not one of plain text" in found["data.jsonl"]
     assert "holds no file with one of the suffixes" in found["only"]
     assert "is no file or folder" in found["pipe.txt"]
+    assert "is not UTF-8 text: byte 0xff at position 2" in found["binary.txt"]
+    assert "does not exist" in found["loop"] and "does not exist" in found["x" * 5000]
     assert data_problems(paths) == caught.value.problems
     assert all(problem.key == "data" and problem.remedy for problem in caught.value.problems)
 
@@ -78,6 +82,13 @@ def test_only_empty_files_are_no_corpus(tmp_path: Path) -> None:
     write(tmp_path, a_txt="")
     with pytest.raises(JobError, match=r"there is no text in it .*a\.txt is empty"):
         find_corpus([str(tmp_path)])
+    (problem,) = data_problems([str(tmp_path / "a.txt")])
+    assert "there is no text in it" in problem.rule
+
+
+def test_a_character_cut_by_the_look_at_the_beginning_is_text(tmp_path: Path) -> None:
+    write(tmp_path, a_txt="x" + "\u00e9" * 40_000)
+    assert data_problems([str(tmp_path / "a.txt")]) == ()
 
 
 def test_byte_order_mark_is_no_text_and_line_ends_stay(tmp_path: Path) -> None:

@@ -109,7 +109,8 @@ def test_what_is_not_utf8_is_skipped_by_name_or_refused(texts: Path, tmp_path: P
     file = cached_tokens(find_corpus([str(texts)]), ByteTokenizer(), tmp_path / "cache", silent)
     assert [Path(name).name for name in file.names] == ["a.txt", "c.txt"]
     assert [(Path(s.path).name, s.reason) for s in file.skipped] == [("b.txt", "not UTF-8 at byte 2")]
-    with pytest.raises(JobError, match=r"b\.txt.*is not UTF-8 text: byte 0xfc at position 2"):
+    bad.write_bytes(b"x" * 70_000 + b"\xfc ")  # beyond what is looked at before a start
+    with pytest.raises(JobError, match=r"b\.txt.*is not UTF-8 text: byte 0xfc at position 70000"):
         cached_tokens(find_corpus([str(bad)]), ByteTokenizer(), tmp_path / "named", silent)
     for name in ("a.txt", "c.txt"):
         (texts / name).write_bytes(b"\xff")

@@ -1,5 +1,6 @@
 """Models by name and from files: what is built, what is refused, and by which name."""
 
+import contextlib
 import json
 from dataclasses import replace
 
@@ -252,12 +253,27 @@ def test_a_folder_without_a_config(tmp_path):
         load_model(str(tmp_path), "cpu")
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", "\xff"])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[1]", "\xff", '{"a": NaN}', '{"a": 1, "a": 2}', '{"a": ' + "[" * 100_000]
+)
 def test_files_that_are_no_json_object(tmp_path, text):
     path = tmp_path / "config.json"
     path.write_text(text, encoding="latin-1")
-    with pytest.raises(JobError, match="JSON"):
+    with pytest.raises(JobError, match=r"config\.json"):
         load_model(str(path), "cpu")
+
+
+@pytest.mark.parametrize("value", [None, [], {}, 3, True, "x"])
+@pytest.mark.parametrize("kind", [GPT2, LLAMA3, QWEN2], ids=["gpt2", "llama", "qwen2"])
+def test_any_type_in_any_field_is_a_model_or_a_problem(load, kind, value):
+    for field in (*kind, "rope_parameters", "layer_types", "num_hidden_layers", "pruned_heads"):
+        with contextlib.suppress(JobError):
+            load(kind | {"use_sliding_window": True} | {field: value})
+
+
+def test_two_names_of_one_size_agree(load):
+    assert load(GPT2 | {"hidden_size": 768}) == load(GPT2)
+    assert list(_refusals(load, GPT2 | {"hidden_size": 64})) == ["hidden_size"]
 
 
 @pytest.mark.parametrize("name", PRESETS)

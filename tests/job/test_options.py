@@ -10,6 +10,8 @@ import pytest
 from pipeline.job.option_ranges import LOWEST, SHARES, option_problems
 from pipeline.job.options import CheckOptions, Options, from_json, parse_options
 from pipeline.job.problems import JobError
+from pipeline.job.resolve import examine
+from tests.job.drafts import world
 
 
 def test_defaults() -> None:
@@ -69,7 +71,9 @@ def test_json_round_trip() -> None:
             from_json({name: value})
 
 
-@pytest.mark.parametrize("content", [None, "", "{}", "[]", '{"options": {"sed": 1}}', '{"options": 3}'])
+@pytest.mark.parametrize(
+    "content", [None, "", "{}", "[]", '{"options": {"sed": 1}}', '{"options": 3}', '{"options": []}']
+)
 def test_an_unusable_run_file_is_a_problem(content: str | None, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     if content is not None:
@@ -81,12 +85,36 @@ def test_an_unusable_run_file_is_a_problem(content: str | None, tmp_path: Path) 
 def test_ranges() -> None:
     for name, lowest in LOWEST.items():
         assert option_problems(Options(**{name: lowest})) == []
-        (problem,) = option_problems(Options(**{name: lowest - 1}))
-        assert problem.key == name
+        for value in (lowest - 1, 2**63):
+            (problem,) = option_problems(Options(**{name: value}))
+            assert problem.key == name
     for name in SHARES:
         for value in (-0.1, 1.0, float("nan")):
             (problem,) = option_problems(Options(**{name: value}))
             assert problem.key == name
+
+
+@pytest.mark.parametrize("arguments", [["--data"], ["--data", "--seed", "3"]])
+def test_data_without_a_path_is_not_the_default_text(arguments: list[str]) -> None:
+    with pytest.raises(JobError, match="is given without a path"):
+        parse_options(arguments)
+
+
+def test_names_are_not_empty_and_texts_are_text() -> None:
+    for name in ("model", "output_dir", "deepspeed_config", "resume", "sample_prompt"):
+        for value in ("", "\udcff"):
+            problems = option_problems(Options(**{name: value}))
+            assert bool(problems) == (name != "sample_prompt" or value != "")
+            assert {problem.key for problem in problems} <= {name}
+    assert [p.value for p in option_problems(Options(data=("a", "", "\udcff")))] == ["", "\udcff"]
+
+
+def test_a_name_too_long_for_a_path_is_a_problem(tmp_path: Path) -> None:
+    long = "x" * 5000
+    for name in ("model", "data", "output_dir", "deepspeed_config", "resume"):
+        options = {"output_dir": str(tmp_path), name: (long,) if name == "data" else long}
+        made = examine(Options(**options), world(2))
+        assert any(problem.key == name for problem in made.errors), name
 
 
 def test_resume_names_a_checkpoint(tmp_path: Path) -> None:

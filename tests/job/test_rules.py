@@ -130,7 +130,10 @@ CASES: list[tuple[str, dict[str, Any], tuple, dict[str, Any], str, str]] = [
     ("one run length", {}, ((2,), CPU), {"train_steps": 3, "train_tokens": 9}, "train_tokens", "second time"),
     ("evaluation", {}, ((2,), CPU), {"eval_fraction": 0.0}, "eval_fraction", "nothing to evaluate"),
     ("sample", {}, ((2,), CPU), {"sample_prompt": ""}, "sample_prompt", "at least one character"),
-    ("data", {}, ((2,), CPU), {"data": ("/no/such/file",)}, "data", "no such file or folder"),
+    ("data", {}, ((2,), CPU), {"data": ("/no/such/file",)}, "data", "does not exist"),
+    ("data", {}, ((2,), CPU), {"data": (str(Path(__file__).parents[2] / "ds_configs" / "zero1.json"),)},
+     "data", "suffix .json is not one of plain text"),
+    ("evaluation", {}, ((2,), CPU), {"data": (__file__,)}, "eval_samples", "the data is a single document"),
 ]  # fmt: skip
 
 

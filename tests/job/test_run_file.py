@@ -32,6 +32,7 @@ def test_holds_options_and_json(tmp_path: Path) -> None:
 
 
 def test_gives_the_options_back(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text", encoding="utf-8")
     job = started(tmp_path, seed=7, data=(str(tmp_path),), train_steps=9)
     path = str(tmp_path / "run" / "run.json")
     assert replace(parse_options(["--config", path]), config=None) == job.options
@@ -72,6 +73,35 @@ def test_a_file_in_place_of_the_folder_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("", encoding="utf-8")
     (problem,) = found(draft(tmp_path, {}).problems, "output_dir")
     assert problem.rule == "is a file"
+
+
+@pytest.mark.parametrize(
+    ("path", "rule"),
+    [
+        ("file/run", "is a file"),
+        ("loop", "cannot be reached (Too many levels of symbolic links)"),
+        ("nowhere", "is a link that leads nowhere"),
+        ("sealed/run", "sealed is not writable"),
+    ],
+)
+def test_a_folder_that_cannot_be_made_is_a_problem(
+    path: str, rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "absent")
+    (tmp_path / "sealed").mkdir()
+    # Root may write everywhere, whatever a folder's mode says.
+    monkeypatch.setattr("os.access", lambda folder, mode: Path(folder).name != "sealed")
+    (problem,) = draft(tmp_path, {}, output_dir=str(tmp_path / path)).problems
+    assert problem.key == "output_dir" and rule in problem.rule
+
+
+def test_what_is_held_out_belongs_to_the_run(tmp_path: Path) -> None:
+    started(tmp_path, eval_samples=0)
+    assert draft(tmp_path, {}, eval_samples=0, eval_fraction=0.5).job is not None
+    (problem,) = draft(tmp_path, {}, eval_samples=8).problems
+    assert "eval_fraction 0.0 there, 0.05 here" in problem.rule
 
 
 def test_a_folder_with_checkpoints_is_not_started_anew(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,14 @@ MODELS = {
     "dropout": replace(GPT, name="dropout", dropout=0.1, attention_dropout=0.2),
 }
 
+# Type in the JSON and parameters. Adam divides by the root of the squared gradient: a large eps keeps it from
+# blowing up the rounding of gradients that are zero in exact arithmetic.
+_OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "SGD": ("SGD", {}),
+    "momentum": ("SGD", {"momentum": 0.9}),
+    "AdamW": ("AdamW", {"betas": [0.9, 0.95], "eps": 1e-3}),
+}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -69,6 +78,7 @@ class Case:
         clip: Largest gradient norm; 0 is off.
         learning_rate: The same in every step. With clipping it must make up for the short gradients, or
             the weights' own rounding would hide them.
+        optimizer: SGD, momentum (SGD with 0.9) or AdamW.
         recompute: Activation checkpointing.
         schedule, partition: Of the pipeline.
         precision: fp32 or bf16; `accumulate` is the format of the gradient sum.
@@ -80,12 +90,13 @@ class Case:
     sequence: int = 1
     tensor: int = 1
     zero: int = 0
-    zero_options: tuple[tuple[str, Any], ...] = ()
+    zero_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     accumulation: int = 1
     batch: int = 8
     clip: float = 0.0
     learning_rate: float = 0.5
-    momentum: float = 0.0
+    optimizer: str = "SGD"
+    weight_decay: float = 0.0
     recompute: str = "none"
     schedule: str = "1f1b"
     partition: str | tuple[int, ...] = "parameters"
@@ -110,8 +121,8 @@ class Case:
         sizes = {"pp": self.pipeline, "dp": self.data, "sp": self.sequence, "tp": self.tensor}
         layout = "-".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one"
         parts = [layout, f"zero{self.zero}"]
-        parts += [f"{key}={_word(value)}" for key, value in self.zero_options]
-        for name in ("accumulation", "model", "clip", "momentum", "recompute", "schedule", "partition"):
+        parts += [f"{key}={_word(value)}" for key, value in self.zero_options.items()]
+        for name in ("accumulation", "model", "clip", "optimizer", "recompute", "schedule", "partition"):
             value = getattr(self, name)
             if value != getattr(Case, name):
                 parts.append(f"{name}={_word(value)}")
@@ -131,14 +142,18 @@ class Case:
             partition = self.partition
             layout["partition"] = list(partition) if isinstance(partition, tuple) else partition
             layout["schedule"] = self.schedule
-        params = {"lr": self.learning_rate, "weight_decay": 0.0, "momentum": self.momentum}
+        params = {
+            "lr": self.learning_rate,
+            "weight_decay": self.weight_decay,
+            **_OPTIMIZERS[self.optimizer][1],
+        }
         return {
             "train_batch_size": self.batch,
             "train_micro_batch_size_per_gpu": self.micro_batch,
             "gradient_accumulation_steps": self.accumulation,
             "gradient_clipping": self.clip,
-            "optimizer": {"type": "SGD", "params": params},
-            "zero_optimization": {**zero, **dict(self.zero_options)},
+            "optimizer": {"type": _OPTIMIZERS[self.optimizer][0], "params": params},
+            "zero_optimization": {**zero, **self.zero_options},
             "bf16": {"enabled": self.precision == "bf16"},
             "data_types": {"grad_accum_dtype": self.accumulate},
             "pipeline": layout,
@@ -170,4 +185,4 @@ class Case:
 def _word(value: object) -> str:
     if isinstance(value, tuple):
         return "-".join(str(item) for item in value)
-    return "-".join(map(str, value.values())) if isinstance(value, dict) else str(value)
+    return value["device"] if isinstance(value, dict) else str(value)

@@ -1,7 +1,8 @@
-"""The layout matrix: every layout trains as one process does."""
+"""The layout matrix: every layout trains as one process does, and its replicas stay the same to the bit."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,28 @@ import pytest
 from tests.harness import run_ranks
 from tests.parity.cases import Case
 from tests.parity.compare import differences, replica_differences
-from tests.parity.layouts import FAST
+from tests.parity.layouts import FAST, SLOW
 from tests.parity.ranks import train_rank
+
+
+def check(case: Case, folder: Path) -> None:
+    runs = run_ranks(train_rank, case.world_size, case, case.job(folder))
+    assert differences(case, runs) == []
+    assert replica_differences(runs) == []
 
 
 @pytest.mark.parametrize("case", FAST, ids=lambda case: case.id)
 def test_layout_trains_as_one_process(case: Case, tmp_path: Path):
-    runs = run_ranks(train_rank, case.world_size, case, case.job(tmp_path))
-    assert differences(case, runs) == []
-    assert replica_differences(runs) == []
+    check(case, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW, ids=lambda case: case.id)
+def test_further_layout_trains_as_one_process(case: Case, tmp_path: Path):
+    check(case, tmp_path)
+
+
+def test_no_case_is_listed_twice():
+    counts = Counter(case.id for case in (*FAST, *SLOW))
+    assert [name for name, count in counts.items() if count > 1] == []
+    assert len({*FAST, *SLOW}) == len(FAST) + len(SLOW)

@@ -1,0 +1,197 @@
+"""Bytes of weights, gradients and optimizer state on each rank, measured and by the ZeRO paper's formulas.
+
+    python benchmarks/memory.py                        # ZeRO 0-3 and offload on 2 ranks
+    python benchmarks/memory.py --ranks 4 --model gpt2-124m --seq_length 16 --json result.json
+
+Exit code 1 where a measured size is off by more than 2 %.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+if __name__ == "__main__":
+    # A script's own folder comes first on sys.path; the project is one above.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import tyro
+
+from benchmarks.contenders import Task, start_engine
+from benchmarks.memory_formulas import states
+from benchmarks.memory_probe import Held, measure
+from benchmarks.report import Report
+from benchmarks.setting import CPU_MODEL, GPU_MODEL, Setting
+from benchmarks.workers import Clock, WorkerGroup
+from pipeline.cluster.devices import visible_gpus
+from pipeline.cluster.rank_environment import RankEnvironment
+from pipeline.data.loader import read_step
+from pipeline.job.parameters import total_parameters
+from pipeline.job.problems import EXIT_WRONG_JOB, JobError
+from pipeline.job.report import console, print_problems
+
+TOLERANCE = 0.02
+PARTS = ("parameters", "gradients", "optimizer")
+MIB = 2**20
+
+_OPTIMIZER = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
+_PARAMETERS = {"offload_param": {"device": "cpu", "pin_memory": False}}
+# Stage 3 keeps parameters below this size whole; the formula has none such.
+_ALL_SHARDED = {"stage3_param_persistence_threshold": 0}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line: a ZeRO stage and number formats."""
+
+    label: str
+    recipe: str
+    compute: Literal["fp32", "bf16"]
+    accumulation: Literal["fp32", "bf16"]
+    zero: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def stage(self) -> int:
+        return int(self.recipe[4])
+
+    def changes(self) -> tuple[tuple[str, Any], ...]:
+        small = {"reduce_bucket_size": 1_000_000} if self.stage else {}
+        zero = {**small, **(_ALL_SHARDED if self.stage == 3 else {}), **dict(self.zero)}
+        return (
+            ("zero_optimization", zero),
+            ("bf16", {"enabled": self.compute == "bf16"}),
+            ("data_types", {"grad_accum_dtype": self.accumulation}),
+        )
+
+
+CASES = (
+    *(Case(f"fp32, ZeRO {stage}", f"zero{stage}", "fp32", "fp32") for stage in range(4)),
+    *(Case(f"bf16, sums in bf16, ZeRO {stage}", f"zero{stage}", "bf16", "bf16") for stage in range(4)),
+    *(Case(f"bf16, sums in fp32, ZeRO {stage}", f"zero{stage}", "bf16", "fp32") for stage in (1, 2, 3)),
+    *(
+        Case(
+            f"fp32, ZeRO {stage}, optimizer on CPU", f"zero{stage}", "fp32", "fp32", tuple(_OPTIMIZER.items())
+        )
+        for stage in (1, 2, 3)
+    ),
+    Case("fp32, ZeRO 3, all on CPU", "zero3", "fp32", "fp32", tuple({**_OPTIMIZER, **_PARAMETERS}.items())),
+)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Compare memory with the formulas of the ZeRO paper."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: GPUs if there are any."""
+    model: str = "auto"
+    """Preset or file. auto: benchmarks/gpt-6m.json on CPU, gpt2-124m on GPU."""
+    ranks: int | None = None
+    """Data-parallel ranks. None: 2 on CPU, all GPUs."""
+    seq_length: int = 16
+    """Tokens per sequence: the states do not depend on it."""
+    json: str | None = None
+    """File for the results."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """0; 1 where a size is off; 2 for a setting that cannot run."""
+    given = tyro.cli(Arguments, args=list(arguments), use_underscores=True, prog="memory.py")
+    try:
+        with tempfile.TemporaryDirectory(prefix="memory-") as folder:
+            return compare(given, folder)
+    except JobError as error:
+        print_problems(console(stderr=True), error.problems)
+        return EXIT_WRONG_JOB
+
+
+def compare(given: Arguments, folder: str, cases: Sequence[Case] = CASES) -> int:
+    """Measure each case in turn, print and write; 1 where one is off, else 0."""
+    gpus = len(visible_gpus()[0]) if given.device != "cpu" else 0
+    device = "cuda" if gpus or given.device == "cuda" else "cpu"
+    ranks = given.ranks or (gpus if device == "cuda" else 2)
+    model = (CPU_MODEL if device == "cpu" else GPU_MODEL) if given.model == "auto" else given.model
+    setting = Setting(model, device, "fp32", ranks, 1, given.seq_length, 1, folder)
+    count = total_parameters(setting.load_model(), padded=True)
+    settings = {"model": model, "parameters": count, "ranks": ranks, "optimizer": "AdamW"}
+    report = Report("memory", device, settings)
+    setting.load_data(setting.job("zero0", ranks))
+    rows = [_row(case, _measure(case, setting, ranks), count, ranks) for case in cases]
+    _print(report, rows)
+    worst = max(abs(row[f"{part}_ratio"] - 1) for row in rows for part in PARTS)
+    report.say(f"largest deviation {worst:.2%}, allowed {TOLERANCE:.0%}")
+    report.write(given.json, rows=rows, largest_deviation=worst)
+    return int(worst > TOLERANCE)
+
+
+def hold(task: Task, environment: RankEnvironment, clock: Clock) -> Held:
+    """Train two steps; what this rank holds before the second update, when Adam's moments exist."""
+    job = task.job(environment.world_size)
+    data = task.setting.load_data(job).train
+    parallel, engine = start_engine(job, environment)
+    update = engine.deepspeed._take_model_step
+    found: list[Held] = []
+
+    def measure_and_update(*args: Any, **kwargs: Any) -> None:
+        if engine.step == 2:
+            found.append(measure(engine))
+        update(*args, **kwargs)
+
+    engine.deepspeed._take_model_step = measure_and_update
+    for step in range(2):
+        first = step * job.batch.train_batch_size
+        share = read_step(data, job.batch, parallel.coordinates.data, parallel.mesh.data, first)
+        engine.train_step(share.micro_batches, job.batch.tokens_per_step)
+    return found[0]
+
+
+def _measure(case: Case, setting: Setting, ranks: int) -> list[Held]:
+    group = WorkerGroup(
+        case.label,
+        hold,
+        Task(setting, case.recipe, case.changes()),
+        world_size=ranks,
+        device=setting.device,
+        threads=setting.threads,
+    )
+    return group.result()
+
+
+def _row(case: Case, held: list[Held], count: int, ranks: int) -> dict[str, Any]:
+    """The rank that is furthest from the formula speaks for all, part by part."""
+    expected = states(count, ranks, case.stage, case.compute, case.accumulation)
+    row: dict[str, Any] = {"case": case.label, "ranks": [asdict(each) for each in held]}
+    for part in PARTS:
+        formula = getattr(expected, part)
+        row[part] = max((getattr(each, part) for each in held), key=lambda size: abs(size / formula - 1))
+        row[f"{part}_formula"] = formula
+        row[f"{part}_ratio"] = row[part] / formula
+    return row
+
+
+def _print(report: Report, rows: list[dict[str, Any]]) -> None:
+    report.say("MiB on one rank, just before an update: measured / by the formula")
+    columns = ("", *PARTS, "on CPU, of these", "other tensors")
+    report.table(
+        columns,
+        [
+            (
+                row["case"],
+                *(
+                    f"{row[part] / MIB:.2f} / {row[f'{part}_formula'] / MIB:.2f} = {row[f'{part}_ratio']:.3f}"
+                    for part in PARTS
+                ),
+                f"{row['ranks'][0]['by_device'].get('cpu', 0) / MIB:.2f}",
+                f"{row['ranks'][0]['other'] / MIB:.2f}",
+            )
+            for row in rows
+        ],
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

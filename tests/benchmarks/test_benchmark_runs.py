@@ -1,0 +1,113 @@
+"""Each benchmark, as a user starts it, at sizes that take seconds."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import memory, throughput
+from benchmarks.workers import Clock, WorkerFailed, WorkerGroup
+from pipeline.cluster.rank_environment import RankEnvironment
+
+ROOT = Path(__file__).parents[2]
+MODEL = {
+    "vocab_size": 257,
+    "hidden_size": 32,
+    "num_layers": 4,
+    "num_heads": 4,
+    "num_kv_heads": 4,
+    "head_dim": 8,
+    "ffn_hidden_size": 64,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> list[str]:
+    """Options that every benchmark takes: a model and sequences that cost nothing."""
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps(MODEL), encoding="utf-8")
+    return ["--model", str(path), "--seq_length", "32"]
+
+
+def run_benchmark(name: str, tmp_path: Path, arguments: list[str]) -> tuple[int, dict[str, Any]]:
+    """Exit code and JSON of ``python benchmarks/<name>.py``."""
+    result = tmp_path / "results" / f"{name}.json"
+    command = [sys.executable, f"benchmarks/{name}.py", *arguments, "--json", str(result)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    assert result.exists(), done.stdout + done.stderr
+    return done.returncode, json.loads(result.read_text(encoding="utf-8"))
+
+
+@pytest.mark.slow
+def test_throughput_measures_every_contender_at_the_same_losses(tmp_path: Path, small: list[str]):
+    arguments = "--device cpu --batch 4 --accumulation 2 --rounds 2 --warmup 2 --data".split()
+    code, values = run_benchmark("throughput", tmp_path, [*small, *arguments, str(ROOT / "pipeline")])
+    assert code == 0
+    assert set(values["contenders"]) == set(throughput.CONTENDERS)
+    assert {(r["contender"], r["against"]) for r in values["ratios"]} == {
+        (name, other) for name, other, _ in throughput.TARGETS
+    }
+    assert all(math.isfinite(r["ratio"]) and r["ratio"] > 0 for r in values["ratios"])
+    assert values["loss_differences"] == []
+    assert values["machine"]["torch"]
+
+
+@pytest.mark.slow
+def test_memory_is_what_the_paper_says(tmp_path: Path):
+    # Large enough that padding to equal shards is below the tolerance.
+    code, values = run_benchmark("memory", tmp_path, ["--device", "cpu"])
+    assert [row["case"] for row in values["rows"]] == [case.label for case in memory.CASES]
+    assert values["largest_deviation"] <= memory.TOLERANCE
+    assert code == 0
+
+
+@pytest.mark.slow
+def test_memory_that_deviates_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small: list[str]):
+    monkeypatch.setattr(memory, "TOLERANCE", -1.0)
+    given = memory.Arguments(device="cpu", model=small[1])
+    assert memory.compare(given, str(tmp_path), memory.CASES[:1]) == 1
+
+
+@pytest.mark.slow
+def test_pipeline_bubble_measures_both_schedules(tmp_path: Path, small: list[str]):
+    arguments = "--device cpu --micro_batches 2 4 --rounds 2".split()
+    code, values = run_benchmark("pipeline_bubble", tmp_path, [*small, *arguments])
+    assert code == 0
+    measured = [(row["schedule"], row["micro_batches"]) for row in values["rows"]]
+    assert measured == [("1f1b", 2), ("1f1b", 4), ("dualpipev", 4)]
+    assert all(math.isfinite(row["step_over_ideal"]) for row in values["rows"])
+
+
+@pytest.mark.slow
+def test_loss_curves_of_one_precision_are_equal(tmp_path: Path, small: list[str]):
+    arguments = "--second cpu-fp32 --steps 4 --batch 4".split()
+    code, values = run_benchmark("loss_curves", tmp_path, [*small, *arguments])
+    assert code == 0
+    assert values["differences"] == {"first step": 0.0, "second half": 0.0, "largest": 0.0}
+    assert len(values["curves"]["cpu-fp32"]) == 4
+
+
+@pytest.mark.slow
+def test_a_batch_that_does_not_divide_is_refused(small: list[str]):
+    assert throughput.main([*small, "--device", "cpu", "--batch", "3"]) == 2
+
+
+def refuse(argument: str, environment: RankEnvironment, clock: Clock) -> None:
+    """A contender that cannot be built on rank 1."""
+    if environment.rank == 1:
+        raise ValueError(argument)
+    clock.begin()
+
+
+@pytest.mark.slow
+def test_a_contender_that_fails_ends_the_comparison_with_its_traceback():
+    group = WorkerGroup("broken", refuse, "no such model", world_size=2, device="cpu", threads=1)
+    with pytest.raises(WorkerFailed, match=r"(?s)broken, rank 1: failure.*ValueError: no such model"):
+        group.wait_until_ready()
