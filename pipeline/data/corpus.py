@@ -1,8 +1,16 @@
-"""Which files a run learns from: one document per file. No torch.
+"""Which inputs a run learns from, found and listed without reading them. No torch.
 
-`--data` names text files and folders. Folders are searched recursively for files with one of
-`TEXT_SUFFIXES`; hidden names and links to folders are not followed. Without `--data` the corpus is the
-source text of the running interpreter's standard library: real text, about 10 MB, on every machine.
+`--data` names, alone or mixed:
+
+    text files              one document each
+    .jsonl[.gz|.zst]        one document a line, in a field of each object
+    .parquet                one document a row, in a column
+    a saved `datasets` folder (save_to_disk), and hub:NAME[:SPLIT], a dataset of the hub
+    PREFIX                  Megatron token files PREFIX.bin and PREFIX.idx, used as they are
+    folders                 searched recursively for files of the first three kinds
+
+Hidden names and links to folders are not followed. Without `--data` the corpus is the source text of the
+running interpreter's standard library: real text, about 10 MB, on every machine.
 """
 
 from __future__ import annotations
@@ -15,13 +23,19 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.data.input_kinds import (
+    RECORD_SUFFIXES,
+    TEXT_SUFFIXES,
+    Kind,
+    arrow_files,
+    hub_files,
+    is_hub_name,
+    is_saved_dataset,
+    kind_of,
+    token_prefix,
+)
 from pipeline.job.problems import JobError, Problem
 from pipeline.job.user_input import exists, is_file, is_folder
-
-# Plain text and source code, as they are. Other kinds of files would be learned with their markup.
-_PROSE = (".txt", ".text", ".md", ".rst", ".tex")
-_CODE = (".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".java", ".js", ".ts", ".go", ".rs", ".rb", ".sh")
-TEXT_SUFFIXES = _PROSE + _CODE
 
 # Not the library itself, far more tests than code, or tables generated into modules.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "lib-dynload", "test", "tests", "idlelib", "lib2to3"}
@@ -32,42 +46,41 @@ _BEGINNING = 1 << 16
 
 
 @dataclass(frozen=True)
-class TextFile:
-    """One document.
+class InputFile:
+    """A file with one document or many.
 
     Attributes:
         path: Where it is.
         size: Bytes.
         mtime_ns: Time of its last change, nanoseconds; with the size it tells a changed file.
         named: The user named this very file, so it must be usable; one found in a folder may be skipped.
+        kind: How it is read.
     """
 
     path: str
     size: int
     mtime_ns: int
     named: bool
+    kind: Kind = "text"
 
-    def read(self) -> str:
-        """The text, without a byte-order mark, line ends as they are.
+    def check_unchanged(self) -> None:
+        """Call after reading: what was read is what was listed.
 
         Raises:
-            UnicodeDecodeError: not UTF-8.
-            JobError: it cannot be read, or it is another file than was listed.
+            JobError: it is another file than was listed, or gone.
         """
         try:
-            text = Path(self.path).read_bytes()
             now = Path(self.path).stat()
         except OSError as error:
-            raise JobError([_unreadable(self.path, error)]) from error
-        if (len(text), now.st_size, now.st_mtime_ns) != (self.size, self.size, self.mtime_ns):
+            raise JobError([unreadable(self.path, error)]) from error
+        if (now.st_size, now.st_mtime_ns) != (self.size, self.mtime_ns):
             rule = f"changed while it was read ({self.size} bytes before, {now.st_size} now)"
             raise JobError([Problem("data", self.path, rule, "Start again when nothing writes to it")])
-        return text.decode("utf-8-sig")
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A file that was found and is not used, and why."""
+    """A file or record that was found and is not used, and why."""
 
     path: str
     reason: str
@@ -75,62 +88,98 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The documents in their order, and what was left aside.
+    """The inputs in their order, and what was left aside.
 
     Attributes:
         name: For the console.
-        files: One document each.
+        files: To be tokenized.
         skipped: Files that look like documents but are none (empty, found twice).
-        num_other: Files in the folders whose suffix is not in `TEXT_SUFFIXES`.
+        num_other: Files in the folders of kinds that are not read.
+        token_files: Prefixes of token files, which need no tokenizing; their documents come last.
     """
 
     name: str
-    files: tuple[TextFile, ...]
+    files: tuple[InputFile, ...]
     skipped: tuple[Skipped, ...] = ()
     num_other: int = 0
+    token_files: tuple[str, ...] = ()
 
 
 def data_problems(paths: Sequence[str]) -> tuple[Problem, ...]:
     """What is wrong with the paths of `--data`, found without reading more than a file's beginning."""
-    problems = tuple(problem for path in paths if (problem := _path_problem(Path(path))) is not None)
+    problems = tuple(problem for path in paths if (problem := _path_problem(path)) is not None)
     if problems or not paths or not all(is_file(path) and not Path(path).stat().st_size for path in paths):
         return problems
     return (_no_document(", ".join(paths), [Skipped(path, "empty") for path in paths]),)
 
 
 def find_corpus(paths: Sequence[str]) -> Corpus:
-    """List the documents of `paths`, or of the standard library when there are none.
+    """List the inputs of `paths`, or of the standard library when there are none.
 
-    The order is that of `paths`, sorted by name inside each folder.
+    The order is that of `paths`, sorted by name inside each folder; token files come last.
 
     Raises:
-        JobError: a path that does not exist, is no text, or cannot be listed; no document at all.
+        JobError: a path that does not exist, is of no kind that is read, or cannot be listed; a dataset that
+            cannot be loaded; no document at all.
     """
     if problems := data_problems(paths):
         raise JobError(problems)
     if not paths:
         return _collect(f"Python {sys.version.split()[0]} standard library", _library_files(), frozenset())
-    named = {path for path in paths if not Path(path).is_dir()}
-    found = [name for path in paths for name in (_walk(Path(path)) if Path(path).is_dir() else (path,))]
-    return _collect(", ".join(paths), found, named)
+    prefixes = {path: token_prefix(path) for path in paths}
+    raw = [path for path in paths if prefixes[path] is None]
+    token_files = tuple(dict.fromkeys(prefix for prefix in prefixes.values() if prefix is not None))
+    named = {path for path in raw if not Path(path).is_dir()}
+    found = [name for path in raw for name in _expand(path)]
+    return _collect(", ".join(paths), found, named, token_files)
 
 
-def _path_problem(path: Path) -> Problem | None:
-    if is_folder(path):
-        try:
-            if any(_is_text(name) for name in _walk(path)):
-                return None
-        except OSError as error:
-            return _unreadable(str(path), error)
-        rule = f"the folder holds no file with one of the suffixes {' '.join(TEXT_SUFFIXES)}"
-        return Problem("data", str(path), rule, "Name a folder that does, or the files themselves")
+def _expand(path: str) -> Iterator[str]:
+    """The files that `path` stands for."""
+    if is_hub_name(path):
+        yield from hub_files(path)
+    elif is_saved_dataset(Path(path)):
+        yield from arrow_files(Path(path))
+    elif Path(path).is_dir():
+        yield from _walk(Path(path))
+    else:
+        yield path
+
+
+def _path_problem(name: str) -> Problem | None:
+    path = Path(name)
+    if is_hub_name(name):
+        return None
+    try:
+        if token_prefix(name) is not None:
+            return None
+        if is_saved_dataset(path):
+            return _dataset_problem(path)
+        if is_folder(path):
+            return None if any(kind_of(each) for each in _walk(path)) else _nothing_in(path)
+    except OSError as error:
+        return unreadable(name, error)
     if not is_file(path):
         rule = "is no file or folder" if exists(path) else "does not exist"
-        return Problem("data", str(path), rule, "Give the path of a text file or of a folder of them")
-    if path.suffix and not _is_text(path.name):
-        rule = f"the suffix {path.suffix} is not one of plain text ({' '.join(TEXT_SUFFIXES)})"
-        return Problem("data", str(path), rule, "Give plain text; if it is, rename the file to end in .txt")
-    return _beginning_problem(path)
+        remedy = (
+            "Give the path of a text, .jsonl or .parquet file, of a folder of them, the PREFIX of token "
+            "files, or hub:NAME for a dataset of the hub"
+        )
+        return Problem("data", name, rule, remedy)
+    if path.suffix and kind_of(path.name) is None:
+        known = " ".join((*RECORD_SUFFIXES, *TEXT_SUFFIXES))
+        rule = f"the suffix {path.suffix} is not one of those that are read ({known})"
+        return Problem("data", name, rule, "Convert it; if it is plain text, rename the file to end in .txt")
+    return _beginning_problem(path) if kind_of(path.name) in (None, "text") else _closed_problem(path)
+
+
+def _closed_problem(path: Path) -> Problem | None:
+    """Whether a file cannot be opened."""
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        return unreadable(str(path), error)
+    return None
 
 
 def _beginning_problem(path: Path) -> Problem | None:
@@ -139,19 +188,34 @@ def _beginning_problem(path: Path) -> Problem | None:
         with path.open("rb") as file:
             codecs.getincrementaldecoder("utf-8")().decode(file.read(_BEGINNING))
     except OSError as error:
-        return _unreadable(str(path), error)
+        return unreadable(str(path), error)
     except UnicodeDecodeError as error:
         return not_utf8(str(path), error)
     return None
 
 
-def _collect(name: str, found: Sequence[str], named: Set[str]) -> Corpus:
-    """Turn the names found into documents, each file once."""
-    files: list[TextFile] = []
+def _dataset_problem(path: Path) -> Problem | None:
+    try:
+        arrow_files(path)
+    except JobError as error:
+        return error.problems[0]
+    return None
+
+
+def _nothing_in(path: Path) -> Problem:
+    known = " ".join((*RECORD_SUFFIXES, *TEXT_SUFFIXES))
+    rule = f"the folder holds no file with one of the suffixes {known}"
+    return Problem("data", str(path), rule, "Name a folder that does, or the files themselves")
+
+
+def _collect(name: str, found: Sequence[str], named: Set[str], token_files: tuple[str, ...] = ()) -> Corpus:
+    """Turn the names found into inputs, each file once."""
+    files: list[InputFile] = []
     skipped: list[Skipped] = []
     seen: dict[str, str] = {}
-    texts = [path for path in found if path in named or _is_text(path)]
-    for path in texts:
+    kinds = {path: kind_of(path) or ("text" if path in named else None) for path in found}
+    inputs = [path for path in found if kinds[path] is not None]
+    for path in inputs:
         real = os.path.realpath(path)
         if real in seen:
             skipped.append(Skipped(path, f"the same file as {seen[real]}"))
@@ -160,14 +224,15 @@ def _collect(name: str, found: Sequence[str], named: Set[str]) -> Corpus:
         try:
             status = Path(path).stat()
         except OSError as error:
-            raise JobError([_unreadable(path, error)]) from error
+            raise JobError([unreadable(path, error)]) from error
         if status.st_size:
-            files.append(TextFile(path, status.st_size, status.st_mtime_ns, path in named))
+            kind = kinds[path] or "text"
+            files.append(InputFile(path, status.st_size, status.st_mtime_ns, path in named, kind))
         else:
             skipped.append(Skipped(path, "empty"))
-    if not files:
+    if not files and not token_files:
         raise JobError([_no_document(name, skipped)])
-    return Corpus(name, tuple(files), tuple(skipped), len(found) - len(texts))
+    return Corpus(name, tuple(files), tuple(skipped), len(found) - len(inputs), token_files)
 
 
 def _walk(root: Path, left_out: Set[str] = frozenset()) -> Iterator[str]:
@@ -202,17 +267,14 @@ def _library_files() -> list[str]:
     ]
 
 
-def _is_text(path: str) -> bool:
-    return path.lower().endswith(TEXT_SUFFIXES)
-
-
 def not_utf8(path: str, error: UnicodeDecodeError) -> Problem:
     """A named file that is not text."""
     rule = f"is not UTF-8 text: byte {error.object[error.start]:#04x} at position {error.start}"
     return Problem("data", path, rule, "Convert it to UTF-8, or leave it out")
 
 
-def _unreadable(path: str, error: OSError) -> Problem:
+def unreadable(path: str, error: OSError) -> Problem:
+    """The problem of a path that the system refuses."""
     rule = f"cannot be read ({error.strerror}: {error.filename})"
     return Problem("data", path, rule, "Make it readable, or leave it out")
 

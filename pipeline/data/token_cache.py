@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from pipeline.data.corpus import Corpus
 from pipeline.data.locking import file_lock
-from pipeline.data.token_file import FORMAT, TokenFile, open_token_file, sync_folder, write_token_file
+from pipeline.data.preparation import Rules, cache_identity, usual_workers, write_tokens
+from pipeline.data.token_file import TokenFile, join_token_files, open_token_file, token_problems
 from pipeline.data.tokenizer import Tokenizer
+from pipeline.job.problems import JobError, Problem
+from pipeline.training.atomic_file import sync_folder
 
 DEFAULT_WAIT = 1800.0
-
-
-def cache_identity(corpus: Corpus, tokenizer: Tokenizer) -> str:
-    """Hash of all that the tokens are made from: format, tokenizer, and each file's path, size and time."""
-    description = {
-        "format": FORMAT,
-        "tokenizer": tokenizer.identity,
-        "files": [
-            [str(Path(file.path).absolute()), file.size, file.mtime_ns, file.named] for file in corpus.files
-        ],
-        "skipped": [[entry.path, entry.reason] for entry in corpus.skipped],
-    }
-    return hashlib.blake2b(json.dumps(description).encode(), digest_size=12).hexdigest()
+# The token files inside a cache folder.
+_NAME = "tokens"
 
 
 def cached_tokens(
@@ -36,41 +25,71 @@ def cached_tokens(
     folder: Path,
     report: Callable[[str], None],
     time_limit: float = DEFAULT_WAIT,
+    rules: Rules | None = None,
 ) -> TokenFile:
-    """The tokens of `corpus`, made under `folder` if they are not there yet.
+    """The tokens of `corpus`: of its text, made under `folder` if not there yet, and of its token files.
 
     Every rank of a host calls it. One makes the tokens in a temporary folder, which gets its name only
     when it is complete and on the disk; the others wait, with messages to `report`, at most
-    `time_limit` seconds. A process that is killed leaves no lock behind, and its temporary folder is
-    removed by the next.
+    `time_limit` seconds. A process that is killed leaves no lock behind, and what it had made is
+    continued by the next.
 
     Raises:
-        JobError: text that cannot be used, or a damaged cache.
+        JobError: inputs that cannot be used, a damaged cache, or token files of another tokenizer.
         TimeoutError: the process at work did not finish in time.
         OSError: the folder cannot be written.
     """
+    prefixes = list(corpus.token_files)
+    files = [open_token_file(prefix) for prefix in prefixes]
+    problems = [
+        problem
+        for prefix, file in zip(prefixes, files, strict=True)
+        for problem in token_problems(prefix, file, tokenizer.identity, tokenizer.vocab_size)
+    ]
+    if problems:
+        raise JobError(problems)
+    if corpus.files:
+        files.insert(0, _tokens_of_text(corpus, tokenizer, folder, report, time_limit, rules or Rules()))
+        prefixes.insert(0, "the text")
+    return join_token_files(prefixes, files)
+
+
+def _tokens_of_text(
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    folder: Path,
+    report: Callable[[str], None],
+    time_limit: float,
+    rules: Rules,
+) -> TokenFile:
     folder.mkdir(parents=True, exist_ok=True)
-    identity = cache_identity(corpus, tokenizer)
+    identity = cache_identity(corpus, tokenizer, rules)
     finished = folder / identity
     if not finished.is_dir():
         with file_lock(folder / f"{identity}.lock", time_limit, report):
             if not finished.is_dir():
-                _make(finished, corpus, tokenizer, report)
-    return open_token_file(finished)
-
-
-def _make(finished: Path, corpus: Corpus, tokenizer: Tokenizer, report: Callable[[str], None]) -> None:
-    """Write the token folder and let it appear at once. Called with the lock held."""
-    prefix = f"{finished.name}.tmp-"
-    for leftover in finished.parent.glob(f"{prefix}*"):
-        shutil.rmtree(leftover)
-    report(f"tokenizing {len(corpus.files):,} files of {corpus.name}")
-    temporary = finished.parent / f"{prefix}{os.getpid()}"
-    temporary.mkdir()
+                _make(finished, corpus, tokenizer, rules, report)
     try:
-        write_token_file(temporary, corpus, tokenizer, report)
-        temporary.rename(finished)
-    except BaseException:
-        shutil.rmtree(temporary)
+        return open_token_file(str(finished / _NAME))
+    except JobError as error:
+        rule = f"the token cache is damaged ({error.problems[0].rule})"
+        remedy = "Delete this folder; it is made again"
+        raise JobError([Problem("data", str(finished), rule, remedy)]) from error
+
+
+def _make(
+    finished: Path, corpus: Corpus, tokenizer: Tokenizer, rules: Rules, report: Callable[[str], None]
+) -> None:
+    """Write the token folder and let it appear at once. Called with the lock held."""
+    report(f"tokenizing {len(corpus.files):,} files of {corpus.name}")
+    temporary = finished.with_name(f"{finished.name}.partial")
+    temporary.mkdir(exist_ok=True)
+    try:
+        write_tokens(str(temporary / _NAME), corpus, tokenizer, rules, usual_workers(corpus), report)
+    except JobError:
+        # Nothing to go on from; but a full disk or a dead worker leaves what is written to be continued.
+        if not (temporary / f"{_NAME}.progress.json").exists():
+            shutil.rmtree(temporary)
         raise
+    temporary.rename(finished)
     sync_folder(finished.parent)

@@ -1,147 +1,213 @@
-"""A folder with the tokens of a corpus, written once and memory-mapped. No torch.
-
-tokens.bin    every document's ids and its end-of-document id, one after the other, little-endian
-              uint16 (uint32 for vocabularies over 65,536)
-index.json    where documents begin, what was skipped, and what the tokens were made from
-"""
+"""Token files, opened: PREFIX.bin and PREFIX.idx, ours or another program's, and PREFIX.json. No torch."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pipeline.data.corpus import Corpus, Skipped, TextFile, not_utf8
-from pipeline.data.tokenizer import Tokenizer
+from pipeline.data.corpus import Skipped
+from pipeline.data.token_format import FormatError, Index, document_offsets, read_index
 from pipeline.job.problems import JobError, Problem
 
-FORMAT = 1
-_TOKENS = "tokens.bin"
-_INDEX = "index.json"
+# Files up to this many bytes are hashed whole; of larger ones, blocks at even distances.
+_HASHED_WHOLE = 64 << 20
+_BLOCK = 1 << 16
+_BLOCKS = 256
+# Tokens looked at for the highest id of files that have no description.
+_LOOKED_AT = 1 << 24
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """An opened token folder.
+    """The tokens of a corpus.
 
     Attributes:
-        tokens: [tokens], memory-mapped, read-only.
+        tokens: [tokens], memory-mapped and read-only; or several files behind one another, `JoinedTokens`.
         offsets: Document j is ``tokens[offsets[j]:offsets[j + 1]]``; [documents + 1] int64.
-        names: The document's files.
-        skipped: Files of the corpus that gave no document.
-        fingerprint: Hash of tokens and offsets: equal on two hosts that hold the same data.
+        fingerprint: Hash of offsets and tokens: equal on two hosts that hold the same data. Of files over
+            64 MB it covers the sizes and 256 blocks of 64 KB.
+        tokenizer_hash: Identity of the tokenizer that made them; None where no description says.
+        vocab_size: That tokenizer's; None likewise.
+        max_token: Highest id; of large files without a description, among 16 million of them.
+        skipped: Files and records that gave no document; the first of them.
+        num_skipped: How many there were.
     """
 
-    tokens: np.ndarray
+    tokens: np.ndarray | JoinedTokens
     offsets: np.ndarray
-    names: tuple[str, ...]
-    skipped: tuple[Skipped, ...]
     fingerprint: str
+    tokenizer_hash: str | None = None
+    vocab_size: int | None = None
+    max_token: int = 0
+    skipped: tuple[Skipped, ...] = ()
+    num_skipped: int = 0
 
     @property
     def num_documents(self) -> int:
-        return len(self.names)
+        return len(self.offsets) - 1
 
 
-def token_dtype(vocab_size: int) -> np.dtype:
-    """The smallest of the format's two types that holds every id."""
-    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+class JoinedTokens:
+    """Several token arrays behind one another, to be read in slices."""
+
+    def __init__(self, parts: Sequence[np.ndarray]) -> None:
+        self.parts = tuple(parts)
+        self._begins = np.cumsum([0, *(len(part) for part in parts)])
+
+    def __len__(self) -> int:
+        return int(self._begins[-1])
+
+    def __getitem__(self, place: slice) -> np.ndarray:
+        begin, end, _ = place.indices(len(self))
+        number = int(np.searchsorted(self._begins[1:-1], begin, side="right"))
+        pieces = []
+        while True:
+            first = int(self._begins[number])
+            pieces.append(self.parts[number][begin - first : max(end - first, 0)])
+            begin = first + len(self.parts[number])
+            number += 1
+            if begin >= end or number == len(self.parts):
+                # One piece unless the slice crosses from file to file, which no document does.
+                return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
-def write_token_file(
-    folder: Path, corpus: Corpus, tokenizer: Tokenizer, report: Callable[[str], None]
-) -> None:
-    """Tokenize `corpus` into `folder`, which exists and is empty, and force it to the disk.
-
-    Raises:
-        JobError: a named file that is not UTF-8 text, a file that cannot be read, or no document left.
-        OSError: the disk is full, for example.
-    """
-    dtype = token_dtype(tokenizer.vocab_size)
-    fingerprint = hashlib.blake2b(digest_size=16)
-    offsets, names, skipped, problems = [0], [], list(corpus.skipped), []
-    with (folder / _TOKENS).open("wb") as stream:
-        for file in corpus.files:
-            try:
-                tokens = _document(file, tokenizer, dtype)
-            except UnicodeDecodeError as error:
-                problems += [not_utf8(file.path, error)] if file.named else []
-                skipped.append(Skipped(file.path, f"not UTF-8 at byte {error.start}"))
-                continue
-            stream.write(tokens.data)
-            fingerprint.update(tokens.data)
-            offsets.append(offsets[-1] + len(tokens))
-            names.append(file.path)
-        stream.flush()
-        os.fsync(stream.fileno())
-    if not names and not problems:
-        problems = [Problem("data", corpus.name, "no file is UTF-8 text", "Convert the files to UTF-8")]
-    if problems:
-        raise JobError(problems)
-    fingerprint.update(np.array(offsets, dtype="<i8").data)
-    index = {
-        "format": FORMAT,
-        "dtype": dtype.str,
-        "tokenizer": tokenizer.identity,
-        "vocab_size": tokenizer.vocab_size,
-        "fingerprint": fingerprint.hexdigest(),
-        "offsets": offsets,
-        "documents": names,
-        "skipped": [asdict(entry) for entry in skipped],
-    }
-    _write_json(folder / _INDEX, index)
-    sync_folder(folder)
-    report(f"tokenized {len(names):,} documents into {offsets[-1]:,} tokens")
-
-
-def open_token_file(folder: Path) -> TokenFile:
-    """Map the tokens of `folder`.
+def open_token_file(prefix: str) -> TokenFile:
+    """Map ``PREFIX.bin`` with the documents of ``PREFIX.idx``.
 
     Raises:
-        JobError: it is damaged: a file missing, the index unreadable, or the tokens of another size.
+        JobError: a file is missing, damaged, or not the other's.
     """
+    path = Path(f"{prefix}.bin")
     try:
-        index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
-        dtype = np.dtype(index["dtype"])
-        offsets = np.array(index["offsets"], dtype=np.int64)
-        size = (folder / _TOKENS).stat().st_size
-        if size != offsets[-1] * dtype.itemsize:
-            raise ValueError(f"{_TOKENS} has {size} bytes, its index says {offsets[-1] * dtype.itemsize}")
+        index = read_index(Path(f"{prefix}.idx"))
+        size = path.stat().st_size
+        offsets = document_offsets(index, size)
+        count = size // index.dtype.itemsize
+        tokens = np.memmap(path, index.dtype, "r") if count else np.empty(0, index.dtype)
+        description = _description(Path(f"{prefix}.json"))
+        fingerprint = _fingerprint(index, offsets, path)
+        tokenizer = description.get("tokenizer", {})
+        skipped = tuple(Skipped(**entry) for entry in description.get("skipped", ()))
         return TokenFile(
-            np.memmap(folder / _TOKENS, dtype=dtype, mode="r"),
+            tokens,
             offsets,
-            tuple(index["documents"]),
-            tuple(Skipped(**entry) for entry in index["skipped"]),
-            index["fingerprint"],
+            fingerprint,
+            tokenizer.get("identity"),
+            tokenizer.get("vocab_size"),
+            description["max_token"] if "max_token" in description else _highest(tokens),
+            skipped,
+            description.get("num_skipped", len(skipped)),
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        rule = f"the token cache is damaged ({type(error).__name__}: {error})"
-        raise JobError(
-            [Problem("data", str(folder), rule, "Delete this folder; it is made again")]
-        ) from error
+    except FileNotFoundError as error:
+        rule = f"{error.filename} is missing; token files are PREFIX.bin and PREFIX.idx, both"
+        raise JobError([Problem("data", prefix, rule, "Bring back that file, or prepare again")]) from error
+    except (OSError, FormatError, ValueError, KeyError, TypeError, AttributeError) as error:
+        rule = f"cannot be used: {error}" if isinstance(error, FormatError) else _damaged(error)
+        remedy = "Fetch or prepare both files again"
+        raise JobError([Problem("data", prefix, rule, remedy)]) from error
 
 
-def _document(file: TextFile, tokenizer: Tokenizer, dtype: np.dtype) -> np.ndarray:
-    return np.append(tokenizer.encode(file.read()), tokenizer.end_of_document).astype(dtype)
+def join_token_files(names: Sequence[str], files: Sequence[TokenFile]) -> TokenFile:
+    """All documents of several token files as those of one.
+
+    Args:
+        names: Of the files, for messages.
+        files: Of one tokenizer.
+
+    Raises:
+        JobError: two of them were made with different tokenizers.
+    """
+    if len(files) == 1:
+        return files[0]
+    known = {
+        file.tokenizer_hash: name for name, file in zip(names, files, strict=True) if file.tokenizer_hash
+    }
+    if len(known) > 1:
+        made = ", ".join(f"{name} with {identity}" for identity, name in known.items())
+        rule = f"the sources were made with different tokenizers: {made}"
+        raise JobError([Problem("data", " ".join(names), rule, "Prepare them with one tokenizer")])
+    begins = np.cumsum([0, *(int(file.offsets[-1]) for file in files)])
+    ends = [file.offsets[1:] + begin for file, begin in zip(files, begins[:-1], strict=True)]
+    fingerprint = hashlib.blake2b("".join(file.fingerprint for file in files).encode(), digest_size=16)
+    return TokenFile(
+        JoinedTokens([_plain(file.tokens) for file in files]),
+        np.concatenate([[0], *ends]).astype(np.int64),
+        fingerprint.hexdigest(),
+        next(iter(known), None),
+        max((file.vocab_size for file in files if file.vocab_size is not None), default=None),
+        max(file.max_token for file in files),
+        tuple(entry for file in files for entry in file.skipped),
+        sum(file.num_skipped for file in files),
+    )
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    with path.open("w", encoding="utf-8") as stream:
-        json.dump(content, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
+def token_problems(name: str, file: TokenFile, identity: str, vocab_size: int) -> list[Problem]:
+    """Why these tokens cannot be read as those of a tokenizer with this identity and that many ids."""
+    if file.tokenizer_hash not in (None, identity):
+        rule = f"was made with the tokenizer {file.tokenizer_hash}, and the run's is {identity}"
+        remedy = "Give that tokenizer with --tokenizer, or prepare the data with the run's"
+        return [Problem("data", name, rule, remedy)]
+    if file.max_token >= vocab_size or file.max_token < 0:
+        rule = f"holds the token id {file.max_token}, and the tokenizer has ids 0 .. {vocab_size - 1}"
+        return [Problem("data", name, rule, "Give the tokenizer that made it with --tokenizer")]
+    return []
 
 
-def sync_folder(folder: Path) -> None:
-    """Force a folder's entries to the disk; without this a rename may be lost in a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _plain(tokens: np.ndarray | JoinedTokens) -> np.ndarray:
+    if isinstance(tokens, JoinedTokens):
+        raise TypeError("joined token files cannot be joined again")
+    return tokens
+
+
+def _description(path: Path) -> dict[str, Any]:
+    """PREFIX.json; empty where there is none, as beside other programs' files."""
+    if not path.exists():
+        return {}
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError(f"{path.name} is no description of tokens")
+    return content if str(content.get("format", "")).startswith("MMIDIDX") else {}
+
+
+def _damaged(error: Exception) -> str:
+    return f"the token files are damaged ({type(error).__name__}: {error})"
+
+
+def _highest(tokens: np.ndarray) -> int:
+    """The highest id among the first and last tokens and a sample between; negative if any is."""
+    if len(tokens) <= _LOOKED_AT:
+        return _extreme(tokens)
+    size = _LOOKED_AT // _BLOCKS
+    begins = np.linspace(0, len(tokens) - size, _BLOCKS).astype(np.int64).tolist()
+    found = [_extreme(tokens[begin : begin + size]) for begin in begins]
+    return min(found) if min(found) < 0 else max(found)
+
+
+def _extreme(tokens: np.ndarray) -> int:
+    if not len(tokens):
+        return 0
+    lowest = int(tokens.min())
+    return lowest if lowest < 0 else int(tokens.max())
+
+
+def _fingerprint(index: Index, offsets: np.ndarray, tokens: Path) -> str:
+    state = hashlib.blake2b(digest_size=16)
+    state.update(f"{index.dtype.str} {len(offsets)} {tokens.stat().st_size}".encode())
+    _update(state, memoryview(np.ascontiguousarray(offsets, dtype="<i8")).cast("B"))
+    if tokens.stat().st_size:
+        _update(state, memoryview(np.memmap(tokens, np.uint8, "r")))
+    return state.hexdigest()
+
+
+def _update(state: Any, content: memoryview) -> None:
+    if len(content) <= _HASHED_WHOLE:
+        state.update(content)
+        return
+    for place in np.linspace(0, len(content) - _BLOCK, _BLOCKS).astype(np.int64).tolist():
+        state.update(content[place : place + _BLOCK])

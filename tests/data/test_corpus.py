@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.data.corpus import data_problems, find_corpus
+from pipeline.data.records import Place, read_tasks
 from pipeline.job.problems import JobError
 
 
@@ -17,6 +18,13 @@ def write(folder: Path, **files: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     return folder
+
+
+def read(path: Path) -> list[object]:
+    files = find_corpus([str(path)]).files
+    return [
+        record for task in read_tasks(files, "text", Place(), cut_long_texts=True) for record in task.records
+    ]
 
 
 def listed(folder: Path, *paths: str) -> list[str]:
@@ -58,18 +66,18 @@ def test_a_file_counts_once_and_empty_ones_are_named(tmp_path: Path) -> None:
 
 
 def test_every_wrong_path_is_reported_at_once(tmp_path: Path) -> None:
-    write(tmp_path, data_jsonl="{}", only__x_bin="x", good_txt="text")
+    write(tmp_path, data_csv="a,b", only__x_bin="x", good_txt="text")
     os.mkfifo(tmp_path / "pipe.txt")
     (tmp_path / "binary.txt").write_bytes(b"ab\xff")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    names = ["missing", "data.jsonl", "only", "good.txt", "pipe.txt", "binary.txt", "loop", "x" * 5000]
+    names = ["missing", "data.csv", "only", "good.txt", "pipe.txt", "binary.txt", "loop", "x" * 5000]
     paths = [str(tmp_path / name) for name in names]
     with pytest.raises(JobError) as caught:
         find_corpus(paths)
     found = {Path(str(problem.value)).name: problem.rule for problem in caught.value.problems}
     assert found.keys() == set(names) - {"good.txt"}
     assert "does not exist" in found["missing"]
-    assert ".jsonl is not one of plain text" in found["data.jsonl"]
+    assert ".csv is not one of those that are read" in found["data.csv"]
     assert "holds no file with one of the suffixes" in found["only"]
     assert "is no file or folder" in found["pipe.txt"]
     assert "is not UTF-8 text: byte 0xff at position 2" in found["binary.txt"]
@@ -93,7 +101,7 @@ def test_a_character_cut_by_the_look_at_the_beginning_is_text(tmp_path: Path) ->
 
 def test_byte_order_mark_is_no_text_and_line_ends_stay(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\n")
-    assert find_corpus([str(tmp_path)]).files[0].read() == "one\r\ntwo\n"
+    assert read(tmp_path / "a.txt") == ["one\r\ntwo\n"]
 
 
 @pytest.mark.parametrize("change", ["longer", "touched", "gone"])
@@ -107,7 +115,7 @@ def test_a_file_that_changes_under_the_run_is_an_error(tmp_path: Path, change: s
     else:
         path.unlink()
     with pytest.raises(JobError, match=r"a\.txt.*(changed while|cannot be read \(No such file)"):
-        file.read()
+        list(read_tasks([file], "text", Place(), cut_long_texts=True))
 
 
 def test_default_is_the_standard_library_without_tests_and_packages() -> None:

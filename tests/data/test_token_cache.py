@@ -1,7 +1,7 @@
 """The token folder: what it holds, that it appears at once, and that one process makes it."""
 
 import fcntl
-import json
+import itertools
 import multiprocessing
 import os
 import time
@@ -13,8 +13,8 @@ import pytest
 
 from pipeline.data.corpus import find_corpus
 from pipeline.data.locking import file_lock
-from pipeline.data.token_cache import cache_identity, cached_tokens
-from pipeline.data.token_file import token_dtype
+from pipeline.data.preparation import cache_identity, token_dtype
+from pipeline.data.token_cache import cached_tokens
 from pipeline.data.tokenizer import ByteTokenizer
 from pipeline.job.problems import JobError
 
@@ -41,7 +41,7 @@ def folders(cache: Path) -> list[str]:
 def test_tokens_are_documents_in_order_each_with_its_end(texts: Path, tmp_path: Path) -> None:
     for _ in range(2):  # made, then opened
         file = cached_tokens(find_corpus([str(texts)]), ByteTokenizer(), tmp_path / "cache", silent)
-        assert [Path(name).name for name in file.names] == list(TEXTS)
+        assert file.num_documents == len(TEXTS)
         for number, text in enumerate(TEXTS.values()):
             document = file.tokens[file.offsets[number] : file.offsets[number + 1]]
             assert document.tolist() == [*text.encode(), 256]
@@ -107,14 +107,15 @@ def test_what_is_not_utf8_is_skipped_by_name_or_refused(texts: Path, tmp_path: P
     bad = texts / "b.txt"
     bad.write_bytes("Stück".encode("latin-1"))
     file = cached_tokens(find_corpus([str(texts)]), ByteTokenizer(), tmp_path / "cache", silent)
-    assert [Path(name).name for name in file.names] == ["a.txt", "c.txt"]
+    texts_left = [file.tokens[begin : end - 1].tobytes() for begin, end in itertools.pairwise(file.offsets)]
+    assert texts_left == [TEXTS[name].encode("utf-16-le") for name in ("a.txt", "c.txt")]
     assert [(Path(s.path).name, s.reason) for s in file.skipped] == [("b.txt", "not UTF-8 at byte 2")]
     bad.write_bytes(b"x" * 70_000 + b"\xfc ")  # beyond what is looked at before a start
-    with pytest.raises(JobError, match=r"b\.txt.*is not UTF-8 text: byte 0xfc at position 70000"):
+    with pytest.raises(JobError, match=r"b\.txt.*is not UTF-8 at byte 70000"):
         cached_tokens(find_corpus([str(bad)]), ByteTokenizer(), tmp_path / "named", silent)
     for name in ("a.txt", "c.txt"):
         (texts / name).write_bytes(b"\xff")
-    with pytest.raises(JobError, match="no file is UTF-8 text"):
+    with pytest.raises(JobError, match=r"there is no document in it .*a\.txt: not UTF-8 at byte 0"):
         cached_tokens(find_corpus([str(texts)]), ByteTokenizer(), tmp_path / "none", silent)
     assert folders(tmp_path / "named") == folders(tmp_path / "none") == []
 
@@ -134,7 +135,7 @@ class FullDisk(ByteTokenizer):
 
 def test_a_failure_half_way_leaves_nothing(texts: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(JobError, match=r"the disk is full.*Free some space and start again"):
         cached_tokens(find_corpus([str(texts)]), FullDisk(), cache, silent)
     assert folders(cache) == []
     assert cached_tokens(find_corpus([str(texts)]), ByteTokenizer(), cache, silent).num_documents == 3
@@ -150,15 +151,15 @@ def test_a_damaged_cache_says_so(texts: Path, tmp_path: Path, damage: str) -> No
     elif damage == "no tokens":
         (folder / "tokens.bin").unlink()
     elif damage == "no index":
-        (folder / "index.json").unlink()
+        (folder / "tokens.idx").unlink()
     else:
-        (folder / "index.json").write_text(json.dumps({"dtype": "<u2"}))
+        (folder / "tokens.idx").write_bytes(b"MMIDIDX")
     with pytest.raises(JobError, match=r"cache is damaged.*Delete this folder"):
         cached_tokens(corpus, ByteTokenizer(), tmp_path, silent)
 
 
 def test_ids_choose_the_width() -> None:
-    assert [token_dtype(size).str for size in (257, 65536, 65537)] == ["<u2", "<u2", "<u4"]
+    assert [token_dtype(size).str for size in (257, 65536, 65537)] == ["<u2", "<u2", "<i4"]
 
 
 class Slow(ByteTokenizer):
@@ -211,11 +212,11 @@ def test_a_killed_process_leaves_neither_lock_nor_half_a_cache(texts: Path, tmp_
     messages = multiprocessing.get_context("spawn").Queue()
     process = start(texts, cache, 600.0, messages)
     end = time.monotonic() + 30
-    while not list(cache.glob("*/tokens.bin")) and time.monotonic() < end:
+    while not list(cache.glob("*/tokens.bin.partial")) and time.monotonic() < end:
         time.sleep(0.01)
     process.kill()
     process.join(10)
-    assert folders(cache) == [f"{identity}.tmp-{process.pid}"]
+    assert folders(cache) == [f"{identity}.partial"]
     file = cached_tokens(find_corpus([str(texts)]), ByteTokenizer(), cache, silent, time_limit=1)
     assert file.num_documents == 3
     assert folders(cache) == [identity]

@@ -1,0 +1,169 @@
+"""Records to tokens, on one process or all cores, in the order of the records. No torch."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pipeline.data.records import Task
+from pipeline.data.tokenizer import Tokenizer
+
+# Tasks ahead of the writer, for each worker: enough to keep it busy, few enough to bound memory.
+_AHEAD = 3
+
+
+class BadRecord(ValueError):
+    """Why a record gives no document."""
+
+
+class MissingField(BadRecord):
+    """A JSON object without the text field; the fields that it has are named."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The tokens of a task.
+
+    Attributes:
+        tokens: All of them, [tokens].
+        lengths: Tokens of each document (or part), end of document included where it ends here.
+        bad: (name, reason) of records that gave none, in order.
+        empty: Names of records without any text.
+        characters: Of the texts.
+    """
+
+    tokens: np.ndarray
+    lengths: tuple[int, ...]
+    bad: tuple[tuple[str, str], ...]
+    empty: tuple[str, ...]
+    characters: int
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """How tasks are encoded.
+
+    Attributes:
+        tokenizer: Gives the ids.
+        dtype: Of the ids in the result.
+        text_field: Field of the text in JSON lines.
+    """
+
+    tokenizer: Tokenizer
+    dtype: np.dtype
+    text_field: str
+
+    def __call__(self, task: Task) -> Encoded:
+        texts: list[str] = []
+        bad: list[tuple[str, str]] = []
+        empty: list[str] = []
+        for name, record in zip(task.names, task.records, strict=True):
+            try:
+                text = text_of(record, self.text_field)
+            except BadRecord as error:
+                bad.append((name, str(error)))
+                continue
+            if text or not task.closed:
+                texts.append(text)
+            else:
+                empty.append(name)
+        pieces: list[np.ndarray] = []
+        lengths: list[int] = []
+        end = np.array([self.tokenizer.end_of_document])
+        for number, ids in enumerate(self.tokenizer.encode_batch(texts), 1):
+            closed = task.closed or number < len(texts)
+            pieces += [ids, end] if closed else [ids]
+            lengths.append(len(ids) + closed)
+        tokens = np.concatenate(pieces, dtype=self.dtype, casting="unsafe") if pieces else end[:0]
+        return Encoded(tokens, tuple(lengths), tuple(bad), tuple(empty), sum(map(len, texts)))
+
+
+def text_of(record: str | bytes | None, text_field: str) -> str:
+    """The text of a record.
+
+    Raises:
+        BadRecord: it has none that can be used.
+    """
+    if isinstance(record, str):
+        return record
+    if record is None:
+        raise BadRecord("the row has no text (null)")
+    try:
+        value = json.loads(record.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise BadRecord(f"not UTF-8 at byte {error.start} of the line") from error
+    except (ValueError, RecursionError) as error:
+        raise BadRecord(f"not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise BadRecord(f"a JSON {type(value).__name__}, where an object is expected")
+    if text_field not in value:
+        raise MissingField(f"no field {text_field!r}; it has {', '.join(map(repr, value)) or 'none'}")
+    text = value[text_field]
+    if not isinstance(text, str):
+        raise BadRecord(f"field {text_field!r} holds {type(text).__name__}, where text is expected")
+    if b"\\u" in record and any("\ud800" <= character <= "\udfff" for character in text):
+        raise BadRecord("half a character (a lone surrogate), which UTF-8 cannot hold")
+    return text
+
+
+def encode_tasks(tasks: Iterator[Task], encoder: Encoder, workers: int) -> Iterator[tuple[Task, Encoded]]:
+    """Encode `tasks` in order, each with its result; the records themselves are not kept.
+
+    Args:
+        tasks: Read as they are needed, a few ahead.
+        encoder: Copied to each process.
+        workers: Processes; 1 encodes in this one.
+
+    Raises:
+        BrokenProcessPool: a worker was ended from outside.
+    """
+    if workers == 1:
+        for task in tasks:
+            yield replace(task, records=[], names=[]), encoder(task)
+        return
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(encoder,))
+    waiting: deque[tuple[Task, Future[Encoded]]] = deque()
+    try:
+        for task in tasks:
+            waiting.append((replace(task, records=[], names=[]), pool.submit(_encode, task)))
+            if len(waiting) >= _AHEAD * workers:
+                done, result = waiting.popleft()
+                yield done, result.result()
+        while waiting:
+            done, result = waiting.popleft()
+            yield done, result.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+# Of a worker process: what each of its tasks is encoded with. Process pools have no other place for it.
+_worker_encoder: list[Encoder] = []
+
+
+def _start_worker(encoder: Encoder) -> None:
+    """Prepare a worker process: its own encoder on one thread, no life after its parent's."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and ends the workers
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _worker_encoder[:] = [encoder]
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _encode(task: Task) -> Encoded:
+    return _worker_encoder[0](task)

@@ -1,0 +1,276 @@
+"""From inputs to token files: read, encode on all cores, write, say how it goes. No torch."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from pipeline.data.corpus import Corpus, InputFile
+from pipeline.data.encoding import Encoded, Encoder, encode_tasks
+from pipeline.data.records import Task, read_tasks
+from pipeline.data.token_writer import Counts, TokenWriter, finish_interrupted
+from pipeline.data.tokenizer import Tokenizer
+from pipeline.job.problems import JobError, Problem
+
+# Changes when the same inputs would give other tokens.
+FORMAT = 2
+# Below this many bytes of input, starting processes costs more than they save.
+_SMALL = 16 << 20
+_PROGRESS_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What decides, beside the inputs and the tokenizer, which documents there are.
+
+    Attributes:
+        text_field: JSON field or column that holds the text.
+        on_bad_record: Whether a record that cannot be used stops the preparation.
+    """
+
+    text_field: str = "text"
+    on_bad_record: Literal["stop", "skip"] = "stop"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a preparation is, since it was started or continued.
+
+    Attributes:
+        share: Of the input's bytes, 0 to 1.
+        documents_per_second: Written.
+        tokens_per_second: Written.
+        seconds_left: At this pace; None before there is one.
+        counts: All so far.
+    """
+
+    share: float
+    documents_per_second: float
+    tokens_per_second: float
+    seconds_left: float | None
+    counts: Counts
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The smaller of Megatron's two usual types that holds every id."""
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<i4")
+
+
+def usual_workers(corpus: Corpus) -> int:
+    """All cores that this process may use, or one where the input is small."""
+    if sum(file.size for file in corpus.files) < _SMALL:
+        return 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cache_identity(corpus: Corpus, tokenizer: Tokenizer, rules: Rules | None = None) -> str:
+    """Hash of all that the tokens are made from: format, tokenizer, rules, and each file's path, size and
+    time."""
+    description = {
+        "format": FORMAT,
+        "tokenizer": tokenizer.identity,
+        "rules": asdict(rules or Rules()),
+        "files": [
+            [str(Path(file.path).absolute()), file.size, file.mtime_ns, file.named, file.kind]
+            for file in corpus.files
+        ],
+        "skipped": [[entry.path, entry.reason] for entry in corpus.skipped],
+    }
+    return hashlib.blake2b(json.dumps(description).encode(), digest_size=12).hexdigest()
+
+
+def write_tokens(
+    prefix: str,
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    rules: Rules,
+    workers: int,
+    report: Callable[[str], None],
+    progress: Callable[[Progress], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Tokenize the files of `corpus` into ``PREFIX.bin``, ``.idx`` and ``.json``; the description.
+
+    What an earlier call with the same arguments began, and was killed at, is continued. Memory does not
+    grow with the input, but for a single record, which must fit.
+
+    Raises:
+        JobError: inputs that cannot be used, no document at all, a full disk, or a worker that was killed.
+        OSError: the files cannot be written.
+    """
+    identity = cache_identity(corpus, tokenizer, rules)
+    dtype = token_dtype(tokenizer.vocab_size)
+    finish_interrupted(prefix, identity)
+    if (done := _finished(prefix, identity)) is not None:
+        return done
+    try:
+        with TokenWriter(prefix, dtype, identity) as writer:
+            if writer.resumed:
+                report(f"continuing after {writer.counts.documents:,} documents")
+            else:
+                for entry in corpus.skipped:
+                    writer.counts.skip(entry.path, entry.reason)
+            try:
+                _write_all(
+                    writer, corpus, Encoder(tokenizer, dtype, rules.text_field), rules, workers, progress
+                )
+                if not writer.counts.documents:
+                    raise JobError([_no_document(corpus, writer.counts)])
+            except JobError:
+                writer.discard()
+                raise
+            writer.commit()
+            description = _description(corpus, tokenizer, rules, identity, dtype, writer.counts)
+            writer.finish(description)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        rule = "the disk is full; what is written so far is kept"
+        remedy = "Free some space and start again, which continues; or write elsewhere"
+        raise JobError([Problem("output", prefix, rule, remedy)]) from error
+    except BrokenProcessPool as error:
+        rule = "a worker process was ended from outside, perhaps for lack of memory; what is written is kept"
+        remedy = "Start again, which continues; with fewer --workers if memory is short"
+        raise JobError([Problem("workers", workers, rule, remedy)]) from error
+    report(f"tokenized {description['documents']:,} documents into {description['tokens']:,} tokens")
+    return description
+
+
+def _write_all(
+    writer: TokenWriter,
+    corpus: Corpus,
+    encoder: Encoder,
+    rules: Rules,
+    workers: int,
+    progress: Callable[[Progress], None],
+) -> None:
+    cut = encoder.tokenizer.cuts_at_lines
+    tasks = read_tasks(corpus.files, rules.text_field, writer.place, cut)
+    meter = _Meter(sum(file.size for file in corpus.files), writer.counts, progress)
+    problems: list[Problem] = []
+    with ExitStack() as stack:
+        encoded = encode_tasks(tasks, encoder, workers)
+        stack.callback(encoded.close)  # type: ignore[attr-defined]
+        for task, result in encoded:
+            problems += _add(writer, task, result, rules)
+            if problems:
+                break  # those of one task, about a megabyte, are reported together
+            if task.after is not None:
+                writer.commit_now_and_then(task.after)
+            meter.tell(task.bytes_done)
+    if problems:
+        raise JobError(problems)
+
+
+def _add(writer: TokenWriter, task: Task, result: Encoded, rules: Rules) -> list[Problem]:
+    """Write a task's tokens and count what gave none; what must stop the preparation."""
+    problems = []
+    if task.broken:
+        writer.abandon()
+    for file, reason in task.skipped:
+        if file.named and rules.on_bad_record == "stop":
+            problems.append(_bad_text(file, reason))
+        writer.counts.skip(file.path, reason)
+    for name, reason in result.bad:
+        if rules.on_bad_record == "stop":
+            return [*problems, _bad_record(name, reason)]
+        writer.counts.skip(name, reason)
+    for name in result.empty:
+        writer.counts.skip(name, "empty")
+    writer.write(result.tokens, result.lengths, task.closed)
+    writer.counts.characters += result.characters
+    return problems
+
+
+class _Meter:
+    """Turns counts into speeds, now and then."""
+
+    def __init__(self, total: int, counts: Counts, progress: Callable[[Progress], None]) -> None:
+        self._total, self._counts, self._progress = max(total, 1), counts, progress
+        self._begin = self._last = time.monotonic()
+        self._documents, self._tokens = counts.documents, counts.tokens
+        self._first: int | None = None
+
+    def tell(self, bytes_done: int) -> None:
+        now = time.monotonic()
+        if self._first is None:
+            self._first = bytes_done
+        if now - self._last < _PROGRESS_SECONDS:
+            return
+        self._last, seconds = now, now - self._begin
+        read = bytes_done - self._first
+        self._progress(
+            Progress(
+                min(bytes_done / self._total, 1.0),
+                (self._counts.documents - self._documents) / seconds,
+                (self._counts.tokens - self._tokens) / seconds,
+                (self._total - bytes_done) * seconds / read if read else None,
+                self._counts,
+            )
+        )
+
+
+def _description(
+    corpus: Corpus, tokenizer: Tokenizer, rules: Rules, identity: str, dtype: np.dtype, counts: Counts
+) -> dict[str, Any]:
+    known = asdict(counts)
+    return {
+        "format": "MMIDIDX 1",
+        "identity": identity,
+        "dtype": dtype.name,
+        **{key: known[key] for key in ("documents", "tokens", "characters", "longest", "max_token")},
+        "tokenizer": {
+            "identity": tokenizer.identity,
+            "vocab_size": tokenizer.vocab_size,
+            "end_of_document": tokenizer.end_of_document,
+        },
+        "rules": asdict(rules),
+        "source": corpus.name,
+        "files": [asdict(file) for file in corpus.files],
+        "num_skipped": counts.num_skipped,
+        "skipped": known["skipped"],
+        "seconds": round(counts.seconds, 1),
+    }
+
+
+def _finished(prefix: str, identity: str) -> dict[str, Any] | None:
+    """The description, where these very tokens are there already.
+
+    Raises:
+        JobError: other files have those names.
+    """
+    taken = [path for suffix in ("idx", "bin", "json") if (path := Path(f"{prefix}.{suffix}")).exists()]
+    if not taken:
+        return None
+    try:
+        description = json.loads(Path(f"{prefix}.json").read_text(encoding="utf-8"))
+        if description["identity"] == identity and len(taken) == 3:
+            return description
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # told below, as any other file of that name
+    rule = f"{taken[0].name} is there already, made from other inputs or options"
+    raise JobError([Problem("output", prefix, rule, "Remove it, or use another PREFIX")])
+
+
+def _bad_text(file: InputFile, reason: str) -> Problem:
+    return Problem("data", file.path, f"is {reason}", "Convert it to UTF-8, or leave it out (--on_bad_record skip)")
+
+
+def _bad_record(name: str, reason: str) -> Problem:
+    return Problem("data", name, reason, "Correct it, or use --on_bad_record skip, which counts such records")
+
+
+def _no_document(corpus: Corpus, counts: Counts) -> Problem:
+    aside = "; ".join(f"{entry.path}: {entry.reason}" for entry in counts.skipped[:3])
+    rule = "there is no document in it" + (f" ({aside})" if aside else "")
+    return Problem("data", corpus.name, rule, "Give files with UTF-8 text")

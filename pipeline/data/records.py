@@ -1,0 +1,276 @@
+"""Reading inputs as a stream of records, in pieces that fit in memory. No torch.
+
+A record is a document's text, or a line of JSON that holds one; the JSON is parsed by whoever encodes it,
+because parsing costs as much as reading. Records come in `Task`s of about a megabyte. After each task, its
+`Place` says where to read on, so that a killed preparation continues instead of starting again.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import io
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from pipeline.data.corpus import InputFile, unreadable
+from pipeline.data.zstd import ZstdReader
+from pipeline.job.problems import JobError, Problem
+
+TASK_BYTES = 1 << 20
+_TASK_RECORDS = 4096
+# A text file above this is read and encoded part by part.
+PART_BYTES = 4 << 20
+_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where to read on: this file, after that many of its records, which ended at that byte (JSON lines)."""
+
+    file: int = 0
+    records: int = 0
+    byte: int = 0
+
+
+@dataclass
+class Task:
+    """Records to encode.
+
+    Attributes:
+        json: Records are lines of JSON, as bytes; else texts.
+        records: The texts or lines. None is a row without text.
+        names: Of each record, for messages; for JSON and rows, ``FILE:NUMBER`` counted from 1.
+        closed: The last record is the end of its document; false for a part of a long text.
+        broken: Why the long text that was begun is none after all; what came of it is taken back.
+        skipped: Texts that are none, with the reason. Named ones must stop the preparation.
+        after: Where to read on; None inside a long text.
+        bytes_done: Of all files, read so far.
+    """
+
+    json: bool = False
+    records: list[str | bytes | None] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    closed: bool = True
+    broken: bool = False
+    skipped: list[tuple[InputFile, str]] = field(default_factory=list)
+    after: Place | None = None
+    bytes_done: int = 0
+
+
+def read_tasks(
+    files: Sequence[InputFile], text_field: str, start: Place, cut_long_texts: bool
+) -> Iterator[Task]:
+    """The records of `files` from `start` on.
+
+    Args:
+        files: Of any kinds.
+        text_field: Column of the text in Parquet and Arrow files.
+        start: Where to begin.
+        cut_long_texts: Text files above `PART_BYTES` come in parts, cut before a line break that follows a
+            letter or digit.
+
+    Raises:
+        JobError: a file that cannot be read, is damaged, changes while it is read, or lacks the column.
+    """
+    before = sum(file.size for file in files[: start.file])
+    texts = Task()
+    size = 0
+    for number, file in enumerate(files[start.file :], start.file):
+        here = start if number == start.file else Place(number)
+        end = Place(number + 1)
+        if file.kind == "text" and (file.size <= PART_BYTES or not cut_long_texts):
+            size += _add_text(texts, file)
+            texts.after, texts.bytes_done = end, before + file.size
+            if size >= TASK_BYTES or len(texts.records) >= _TASK_RECORDS:
+                yield texts
+                texts, size = Task(), 0
+        else:
+            if texts.after is not None:
+                yield texts
+                texts, size = Task(), 0
+            tasks = _long_text(file) if file.kind == "text" else _records(file, text_field, here)
+            for task in _guarded(file, tasks):
+                task.bytes_done += before
+                yield task
+            file.check_unchanged()
+            yield Task(after=end, bytes_done=before + file.size)
+        before += file.size
+    if texts.after is not None:
+        yield texts
+
+
+def read_texts(files: Sequence[InputFile], text_field: str) -> Iterator[tuple[str, Any]]:
+    """(name, record) of each record, JSON lines as bytes and texts as str; for training a tokenizer."""
+    for task in read_tasks(files, text_field, Place(), cut_long_texts=True):
+        yield from zip(task.names, task.records, strict=True)
+
+
+def _guarded(file: InputFile, tasks: Iterator[Task]) -> Iterator[Task]:
+    """Errors of damaged or unreadable files as problems."""
+    damaged = (EOFError, zlib.error, gzip.BadGzipFile)
+    try:
+        yield from tasks
+    except damaged as error:
+        rule = f"is damaged or cut off: {error}"
+        raise JobError([Problem("data", file.path, rule, "Make or fetch the file again")]) from error
+    except OSError as error:
+        raise JobError([unreadable(file.path, error)]) from error
+
+
+def _add_text(task: Task, file: InputFile) -> int:
+    """Read a whole text file into `task`; its characters, as read."""
+    try:
+        content = Path(file.path).read_bytes()
+    except OSError as error:
+        raise JobError([unreadable(file.path, error)]) from error
+    file.check_unchanged()
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        task.skipped.append((file, f"not UTF-8 at byte {_bad_byte(error, content)}"))
+        return 0
+    task.records.append(text)
+    task.names.append(file.path)
+    return len(content)
+
+
+def _bad_byte(error: UnicodeDecodeError, content: bytes) -> int:
+    return error.start + len(content) - len(error.object)  # a byte-order mark is not in error.object
+
+
+def _long_text(file: InputFile) -> Iterator[Task]:
+    """One document in parts."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    rest, place = "", 0
+    with Path(file.path).open("rb") as stream:
+        while True:
+            block = stream.read(PART_BYTES)
+            place += len(block)
+            try:
+                rest += decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                position = place - len(error.object) + error.start
+                yield Task(broken=True, skipped=[(file, f"not UTF-8 at byte {position}")])
+                return
+            if not block:
+                yield Task(records=[rest], names=[file.path], bytes_done=place)
+                return
+            cut = _safe_cut(rest)
+            if cut:
+                part, rest = rest[:cut], rest[cut:]
+                yield Task(records=[part], names=[file.path], closed=False, bytes_done=place)
+
+
+def _safe_cut(text: str) -> int:
+    """The last place before a line break that follows a letter or digit; 0 where there is none."""
+    place = text.rfind("\n")
+    while place > 0 and not text[place - 1].isalnum():
+        place = text.rfind("\n", 0, place)
+    return max(place, 0)
+
+
+def _records(file: InputFile, text_field: str, start: Place) -> Iterator[Task]:
+    """JSON lines or rows, from `start` on."""
+    json = file.kind == "jsonl"
+    rows = _lines(file, start) if json else _rows(file, text_field, start.records)
+    task, size, number = Task(json=json), 0, start.records
+    for record, byte in rows:
+        number += 1
+        if not json or not record.isspace():  # blank lines are no records
+            task.records.append(record)
+            task.names.append(f"{file.path}:{number}")
+            size += len(record or "")
+        task.after, task.bytes_done = Place(start.file, number, byte), byte
+        if size >= TASK_BYTES or len(task.records) >= _TASK_RECORDS:
+            yield task
+            task, size = Task(json=json), 0
+    if task.after is not None:
+        yield task
+
+
+def _lines(file: InputFile, start: Place) -> Iterator[tuple[bytes, int]]:
+    """(line, bytes of the file read with it) of plain or compressed text."""
+    with Path(file.path).open("rb", buffering=1 << 20) as raw:
+        name = file.path.lower()
+        if name.endswith((".gz", ".zst")):
+            unpacked: IO[bytes] = (
+                gzip.GzipFile(fileobj=raw)
+                if name.endswith(".gz")
+                else io.BufferedReader(ZstdReader(raw), buffer_size=1 << 20)
+            )
+            for number, line in enumerate(unpacked, 1):
+                if number > start.records:
+                    yield line, raw.tell()
+            return
+        raw.seek(start.byte)
+        byte = start.byte
+        for line in raw:
+            byte += len(line)
+            yield line, byte
+
+
+def _rows(file: InputFile, text_field: str, skip: int) -> Iterator[tuple[str | None, int]]:
+    """(text, about how many bytes of the file were read with it) of a column."""
+    done = 0
+    for batch, share in _batches(file, text_field):
+        if done + len(batch) > skip:
+            for text in _strings(batch.slice(max(skip - done, 0))):
+                yield text, int(share * file.size)
+        done += len(batch)
+
+
+def _batches(file: InputFile, text_field: str) -> Iterator[tuple[Any, float]]:
+    """(array of strings, share of the file's rows or bytes that are read) piece by piece."""
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    try:
+        if file.kind == "parquet":
+            with parquet.ParquetFile(file.path) as table:
+                _check_column(file, table.schema_arrow, text_field)
+                rows, done = max(table.metadata.num_rows, 1), 0
+                for batch in table.iter_batches(_ROWS, columns=[text_field]):
+                    done += len(batch)
+                    yield batch.column(0), done / rows
+        else:
+            with pa.OSFile(file.path) as raw, pa.ipc.open_stream(raw) as stream:
+                _check_column(file, stream.schema, text_field)
+                for batch in stream:
+                    yield batch.column(stream.schema.get_field_index(text_field)), raw.tell() / file.size
+    except pa.ArrowInvalid as error:
+        rule = f"is damaged or no {file.kind} file ({str(error).partition(chr(10))[0]})"
+        raise JobError([Problem("data", file.path, rule, "Make or fetch the file again")]) from error
+
+
+def _check_column(file: InputFile, schema: Any, text_field: str) -> None:
+    import pyarrow as pa
+
+    if text_field not in schema.names:
+        rule = f"{file.path} has no column of that name; it has {', '.join(schema.names)}"
+        raise JobError([Problem("text_field", text_field, rule, "Name one with --text_field")])
+    kind = schema.field(text_field).type
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
+        rule = f"{file.path} holds values of type {kind} there, not text"
+        raise JobError([Problem("text_field", text_field, rule, "Name a column of text with --text_field")])
+
+
+def _strings(array: Any) -> list[Any]:
+    """Python strings of an Arrow array; bytes where a value is not UTF-8, so that it can be told."""
+    try:
+        return array.to_pylist()
+    except UnicodeDecodeError:
+        import pyarrow as pa
+
+        values = array.cast(pa.large_binary()).to_pylist()
+        return [value if value is None else _text_or_bytes(value) for value in values]
+
+
+def _text_or_bytes(value: bytes) -> str | bytes:
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError:
+        return value

@@ -1,0 +1,248 @@
+"""Writing token files so that a kill costs seconds, and nobody ever sees half of one. No torch.
+
+    PREFIX.bin.partial     tokens so far
+    PREFIX.sizes.partial   length of each document so far, int64
+    PREFIX.progress.json   how much of both is sure to be on the disk, and where in the input that is
+
+When all is written the files take their names: .bin, .json, and at last .idx, without which no program opens
+the other two.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from pipeline.data.corpus import Skipped
+from pipeline.data.records import Place
+from pipeline.data.token_format import write_index
+from pipeline.job.problems import JobError, Problem
+from pipeline.training.atomic_file import replaced_atomically, sync_folder
+
+# A kill costs at most this much work, in seconds.
+_COMMIT_SECONDS = 5.0
+# Skipped records that are remembered one by one; the rest are counted.
+_SKIPS_KEPT = 1000
+
+
+@dataclass
+class Counts:
+    """What a preparation did so far.
+
+    Attributes:
+        documents: Written.
+        tokens: Written, ends of documents included.
+        characters: Of the texts.
+        longest: Tokens of the longest document.
+        max_token: Highest id.
+        num_skipped: Records and files that gave no document.
+        skipped: The first of those.
+        seconds: Spent, over all starts.
+    """
+
+    documents: int = 0
+    tokens: int = 0
+    characters: int = 0
+    longest: int = 0
+    max_token: int = 0
+    num_skipped: int = 0
+    skipped: list[Skipped] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def skip(self, name: str, reason: str) -> None:
+        """Count what gives no document."""
+        self.num_skipped += 1
+        if len(self.skipped) < _SKIPS_KEPT:
+            self.skipped.append(Skipped(name, reason))
+
+
+@dataclass(frozen=True)
+class Paths:
+    """The files of one token file, finished and in the making."""
+
+    prefix: str
+
+    def __getitem__(self, suffix: str) -> Path:
+        return Path(f"{self.prefix}.{suffix}")
+
+    @property
+    def finished(self) -> tuple[Path, ...]:
+        """In the order in which they appear."""
+        return self["bin"], self["json"], self["idx"]
+
+
+class TokenWriter:
+    """Writes the tokens of documents to ``PREFIX``; a context manager.
+
+    Args:
+        prefix: Path without suffix; its folder is made.
+        dtype: Of the ids.
+        identity: Of all that decides the content. What was begun with the same one is continued; anything
+            else that was begun is dropped.
+
+    Attributes:
+        place: Where in the input to go on.
+        counts: So far.
+        resumed: Something was there to continue.
+
+    Raises:
+        JobError: another process is writing the same file.
+        OSError: the folder or its files cannot be written.
+    """
+
+    def __init__(self, prefix: str, dtype: np.dtype, identity: str) -> None:
+        self.paths = Paths(prefix)
+        self.dtype, self.identity = dtype, identity
+        self.place, self.counts, self.resumed = Place(), Counts(), False
+        self._open_tokens = 0
+        self._begin = time.monotonic()
+        self._last_commit = self._begin
+        self.paths["bin"].parent.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            self._bin = stack.enter_context(self.paths["bin.partial"].open("ab"))
+            self._sizes = stack.enter_context(self.paths["sizes.partial"].open("ab"))
+            self._lock()
+            self._continue()
+            self._files = stack.pop_all()
+
+    def __enter__(self) -> TokenWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.close()
+
+    def write(self, tokens: np.ndarray, lengths: Sequence[int], closed: bool) -> None:
+        """Append documents.
+
+        Args:
+            tokens: Of all of them, [tokens].
+            lengths: Of each; the first goes on where the last call left a document open.
+            closed: The last document ends here.
+        """
+        if not len(lengths):
+            return
+        self._bin.write(tokens.astype(self.dtype, copy=False).data)
+        documents = np.array(lengths, dtype="<i8")
+        documents[0] += self._open_tokens
+        self._open_tokens = 0 if closed else int(documents[-1])
+        if not closed:
+            documents = documents[:-1]
+        self._sizes.write(documents.data)
+        counts = self.counts
+        counts.documents += len(documents)
+        counts.tokens += int(documents.sum())
+        counts.longest = max(counts.longest, int(documents.max(initial=0)))
+        counts.max_token = max(counts.max_token, int(tokens.max(initial=0)))
+
+    def abandon(self) -> None:
+        """Take back the document that is open."""
+        self._bin.flush()
+        self._bin.truncate(self.counts.tokens * self.dtype.itemsize)
+        self._open_tokens = 0
+
+    def commit_now_and_then(self, place: Place) -> None:
+        """Make sure, every few seconds, that a kill does not lose what is written; no document is open."""
+        self.place = place
+        if time.monotonic() - self._last_commit >= _COMMIT_SECONDS:
+            self.commit()
+
+    def commit(self) -> None:
+        """Force all to the disk, and note it."""
+        for stream in (self._bin, self._sizes):
+            stream.flush()
+            os.fsync(stream.fileno())
+        now = time.monotonic()
+        self.counts.seconds += now - self._begin
+        self._begin = self._last_commit = now
+        self._note(finished=False)
+
+    def finish(self, description: dict[str, Any]) -> None:
+        """Write index and description, and let the files take their names."""
+        self.commit()
+        sizes = self.paths["sizes.partial"]
+        lengths = np.memmap(sizes, "<i8", "r") if self.counts.documents else np.empty(0, "<i8")
+        with self.paths["idx.partial"].open("wb") as stream:
+            write_index(stream, self.dtype, lengths)
+            _to_disk(stream)
+        with self.paths["json.partial"].open("w", encoding="utf-8") as stream:
+            json.dump(description, stream, indent=2)
+            stream.write("\n")
+            _to_disk(stream)
+        self._note(finished=True)
+        _publish(self.paths)
+
+    def discard(self) -> None:
+        """Remove what was begun."""
+        for suffix in ("bin.partial", "sizes.partial", "idx.partial", "json.partial", "progress.json"):
+            self.paths[suffix].unlink(missing_ok=True)
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._sizes, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            rule = "another process is writing these token files"
+            remedy = "Wait for it, or use another PREFIX"
+            raise JobError([Problem("output", self.paths.prefix, rule, remedy)]) from error
+
+    def _note(self, finished: bool) -> None:
+        note = {"identity": self.identity, "finished": finished, "place": asdict(self.place)}
+        with replaced_atomically(self.paths["progress.json"]) as file:
+            file.write(json.dumps({**note, "counts": asdict(self.counts)}).encode())
+
+    def _continue(self) -> None:
+        """Take up what was begun, as far as it is known to be on the disk; otherwise begin."""
+        noted = _noted(self.paths["progress.json"], self.identity)
+        if noted is not None:
+            place, counts = noted
+            enough = self._bin.tell() >= counts.tokens * self.dtype.itemsize
+            if enough and self._sizes.tell() >= 8 * counts.documents:
+                self.place, self.counts, self.resumed = place, counts, True
+        self._bin.truncate(self.counts.tokens * self.dtype.itemsize)
+        self._sizes.truncate(8 * self.counts.documents)
+
+
+def finish_interrupted(prefix: str, identity: str) -> None:
+    """Where a writer was killed while its files took their names, give the rest theirs."""
+    paths = Paths(prefix)
+    try:
+        note = json.loads(paths["progress.json"].read_text(encoding="utf-8"))
+        if note["finished"] and note["identity"] == identity:
+            _publish(paths)
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # nothing was begun, or it is begun again
+
+
+def _publish(paths: Paths) -> None:
+    for path in paths.finished:
+        partial = path.with_name(f"{path.name}.partial")
+        if partial.exists():
+            partial.replace(path)
+            sync_folder(path.parent)
+    paths["progress.json"].unlink(missing_ok=True)
+    paths["sizes.partial"].unlink(missing_ok=True)
+
+
+def _noted(path: Path, identity: str) -> tuple[Place, Counts] | None:
+    try:
+        note = json.loads(path.read_text(encoding="utf-8"))
+        if note["identity"] != identity or note["finished"]:
+            return None
+        counts = Counts(**note["counts"])
+        counts.skipped = [Skipped(**entry) for entry in note["counts"]["skipped"]]
+        return Place(**note["place"]), counts
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # no note, or none that can be trusted: everything is made anew
+
+
+def _to_disk(stream: IO[Any]) -> None:
+    stream.flush()
+    os.fsync(stream.fileno())

@@ -1,0 +1,200 @@
+"""Tokenizer folders as files: what they say without the `tokenizers` library, and how one is written.
+
+`python -m pipeline.check` reads vocabulary size and identity from here in milliseconds. A folder has
+
+    tokenizer.json         the tokenizer itself, as the `tokenizers` library writes it
+    tokenizer_config.json  among others eos_token, which ends a document
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from pipeline.data.input_kinds import token_prefix
+from pipeline.job.problems import JobError, Problem
+from pipeline.job.user_input import is_folder
+from pipeline.training.atomic_file import replaced_atomically
+
+BYTES = "bytes"
+# Behind the PREFIX of token files: the folder with their tokenizer.
+BESIDE_TOKENS = ".tokenizer"
+TOKENIZER, CONFIG = "tokenizer.json", "tokenizer_config.json"
+_SPECIAL_TOKENS = "special_tokens_map.json"
+# What the library may add at encoding time, and is turned off here: it does not make another tokenizer.
+_NOT_IDENTITY = ("truncation", "padding", "post_processor")
+
+
+@dataclass(frozen=True)
+class TokenizerFacts:
+    """What a folder says.
+
+    Attributes:
+        name: The folder, for messages.
+        identity: ``bytes``, or a hash of all that decides the ids of a text and of its end.
+        vocab_size: Highest id + 1, added tokens included.
+        end_of_document: Id of eos_token.
+        eos_token: Its text.
+        json: Content of tokenizer.json.
+    """
+
+    name: str
+    identity: str
+    vocab_size: int
+    end_of_document: int
+    eos_token: str
+    json: str
+
+
+def tokenizer_facts(name: str | None) -> TokenizerFacts:
+    """What is known of the tokenizer `name`: ``bytes`` (also for None) or a folder.
+
+    Raises:
+        JobError: there is no such folder, or it lacks what is needed.
+    """
+    if name is None or name == BYTES:
+        return _facts(BYTES, byte_tokenizer_json(), "<|endoftext|>")
+    return read_tokenizer_folder(name)
+
+
+def chosen_tokenizer(name: str | None, paths: Sequence[str]) -> str | None:
+    """The tokenizer that a run uses: the one it names, else the one saved beside the token files among
+    `paths`, else None, the byte tokenizer."""
+    if name is not None:
+        return name
+    prefixes = (token_prefix(path) for path in paths)
+    folders = (f"{prefix}{BESIDE_TOKENS}" for prefix in prefixes if prefix is not None)
+    return next((folder for folder in folders if is_folder(folder)), None)
+
+
+def read_tokenizer_folder(name: str) -> TokenizerFacts:
+    """Read a Hugging Face tokenizer folder.
+
+    Raises:
+        JobError: no folder, no tokenizer.json in it, no eos_token named, or one that has no id.
+    """
+    folder = Path(name)
+    try:
+        text = (folder / TOKENIZER).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise JobError([_no_folder(folder, error)]) from error
+    try:
+        return _facts(name, text, _eos_token(folder))
+    except _Lacking as lacking:
+        raise JobError([Problem("tokenizer", name, str(lacking), lacking.remedy)]) from lacking
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        rule = f"{TOKENIZER} cannot be understood ({type(error).__name__}: {error})"
+        remedy = "Save the tokenizer again with a current transformers or tokenizers"
+        raise JobError([Problem("tokenizer", name, rule, remedy)]) from error
+
+
+class _Lacking(Exception):
+    def __init__(self, rule: str, remedy: str) -> None:
+        super().__init__(rule)
+        self.remedy = remedy
+
+
+def _facts(name: str, text: str, eos_token: str) -> TokenizerFacts:
+    ids, eos, digest = _parsed(text, eos_token)
+    if eos is None:
+        rule = f"its eos_token {eos_token!r}, which ends a document, has no id"
+        raise _Lacking(rule, f"Name a token of the vocabulary in {CONFIG}")
+    identity = BYTES if digest == _byte_digest() else f"sha256:{digest}"
+    return TokenizerFacts(name, identity, ids, eos, eos_token, text)
+
+
+@lru_cache(maxsize=4)
+def _parsed(text: str, eos_token: str) -> tuple[int, int | None, str]:
+    """Vocabulary size, id of the end of a document, digest."""
+    content = json.loads(text)
+    added = {token["content"]: token["id"] for token in content["added_tokens"]}
+    vocabulary = content["model"]["vocab"]
+    if isinstance(vocabulary, dict):
+        highest, eos = max(vocabulary.values(), default=-1), vocabulary.get(eos_token)
+    else:  # a unigram model: [token, score] in the order of ids
+        highest = len(vocabulary) - 1
+        eos = next((number for number, (token, _) in enumerate(vocabulary) if token == eos_token), None)
+    eos = added.get(eos_token, eos)
+    for key in _NOT_IDENTITY:
+        content.pop(key, None)
+    canonical = json.dumps([content, eos], sort_keys=True).encode()
+    return max(highest, *added.values(), -1) + 1, eos, hashlib.sha256(canonical).hexdigest()
+
+
+@lru_cache(maxsize=1)
+def _byte_digest() -> str:
+    return _parsed(byte_tokenizer_json(), "<|endoftext|>")[2]
+
+
+def _eos_token(folder: Path) -> str:
+    for name in (CONFIG, _SPECIAL_TOKENS):
+        if (folder / name).is_file():
+            token: Any = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token")
+            if token:
+                return token["content"] if isinstance(token, dict) else token
+    rule = f"names no eos_token in {CONFIG}, and a token must end each document"
+    raise _Lacking(rule, f'Add "eos_token": "<the token>" to {folder / CONFIG}')
+
+
+def _no_folder(folder: Path, error: Exception) -> Problem:
+    if not is_folder(folder):
+        rule = f"is neither {BYTES} nor a folder"
+        return Problem("tokenizer", str(folder), rule, "Give a folder with a tokenizer.json in it")
+    rule = f"the folder has no {TOKENIZER} that can be read ({type(error).__name__})"
+    remedy = "Open it with transformers.AutoTokenizer and save_pretrained it, which writes that file"
+    return Problem("tokenizer", str(folder), rule, remedy)
+
+
+def write_tokenizer_folder(folder: Path, text: str, eos_token: str) -> None:
+    """Write a tokenizer so that AutoTokenizer opens it; each file appears whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos_token}
+    config |= {"clean_up_tokenization_spaces": False, "model_max_length": int(1e30)}
+    with replaced_atomically(folder / CONFIG) as file:
+        file.write((json.dumps(config, indent=2) + "\n").encode())
+    with replaced_atomically(folder / TOKENIZER) as file:
+        file.write(text.encode())
+
+
+def bytes_as_characters() -> list[str]:
+    """The printable character that stands for each byte in byte-level vocabularies (Radford et al.,
+    GPT-2, 2019): itself where it is printable and no space, else the next free one from U+0100 on."""
+    kept = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    free = iter(range(0x100, 0x200))
+    return [chr(byte if byte in kept else next(free)) for byte in range(256)]
+
+
+@lru_cache(maxsize=1)
+def byte_tokenizer_json() -> str:
+    """The byte tokenizer in the `tokenizers` library's form: byte-level BPE without a single merge."""
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    end = {"id": 256, "content": "<|endoftext|>", "single_word": False, "lstrip": False, "rstrip": False}
+    model = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": {character: byte for byte, character in enumerate(bytes_as_characters())},
+        "merges": [],
+    }
+    content = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{**end, "normalized": False, "special": True}],
+        "normalizer": None,
+        "pre_tokenizer": level,
+        "post_processor": None,
+        "decoder": level,
+        "model": model,
+    }
+    return json.dumps(content, ensure_ascii=False)

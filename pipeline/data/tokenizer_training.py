@@ -1,0 +1,109 @@
+"""Byte-level BPE, trained on the same inputs that will be tokenized. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from pipeline.data.corpus import Corpus
+from pipeline.data.encoding import BadRecord, text_of
+from pipeline.data.preparation import Rules, cache_identity
+from pipeline.data.records import read_texts
+from pipeline.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from pipeline.data.tokenizer_files import write_tokenizer_folder
+from pipeline.job.problems import JobError, Problem
+from pipeline.training.atomic_file import replaced_atomically
+
+END = "<|endoftext|>"
+# The 256 bytes and the end of a document: the smallest vocabulary that knows every text.
+SMALLEST = 257
+_NOTE = "trained_on.json"
+_BATCH = 1000
+
+
+def train_tokenizer(
+    corpus: Corpus, rules: Rules, vocab_size: int, folder: Path, report: Callable[[str], None]
+) -> Tokenizer:
+    """A byte-level BPE with GPT-2's way to split words, saved as a Hugging Face folder.
+
+    What an earlier call trained on the same inputs is taken as it is.
+
+    Args:
+        corpus: Its files are read from beginning to end.
+        rules: Where the text is; a bad record is left out where it is to be skipped.
+        vocab_size: Ids to reach, end of document included; fewer where the text has no more pairs.
+        folder: Where it is saved.
+        report: Receives messages.
+
+    Raises:
+        JobError: too small a size, no text, a bad record, or another tokenizer in `folder`.
+    """
+    if vocab_size < SMALLEST:
+        rule = f"the 256 bytes and the end of a document are {SMALLEST} ids already"
+        remedy = f"Train at least {SMALLEST + 1}, or use --tokenizer bytes"
+        raise JobError([Problem("train_tokenizer", vocab_size, rule, remedy)])
+    if not corpus.files:
+        rule = "there is no text to train on, only token files"
+        raise JobError([Problem("train_tokenizer", vocab_size, rule, "Give the text they were made from")])
+    note = {"inputs": cache_identity(corpus, ByteTokenizer(), rules), "vocab_size": vocab_size}
+    if folder.exists() and any(folder.iterdir()):
+        state = _noted(folder)
+        if state == {**note, "finished": True}:
+            report(f"using the tokenizer that was trained before, {folder}")
+            return load_tokenizer(str(folder))
+        if state != {**note, "finished": False}:
+            rule = "holds a tokenizer that was made from other inputs or options"
+            raise JobError([Problem("output", str(folder), rule, "Remove it, or use another PREFIX")])
+    report(f"training a tokenizer of {vocab_size:,} ids on {corpus.name}")
+    text = _train(_batches(corpus, rules), vocab_size)
+    folder.mkdir(parents=True, exist_ok=True)
+    with replaced_atomically(folder / _NOTE) as file:
+        file.write(json.dumps({**note, "finished": False}).encode())
+    write_tokenizer_folder(folder, text, END)
+    with replaced_atomically(folder / _NOTE) as file:
+        file.write(json.dumps({**note, "finished": True}).encode())
+    tokenizer = load_tokenizer(str(folder))
+    report(f"trained {tokenizer.vocab_size:,} ids, saved as {folder}")
+    return tokenizer
+
+
+def _noted(folder: Path) -> object:
+    """What is written in the folder about its tokenizer; None where nothing can be read."""
+    try:
+        return json.loads((folder / _NOTE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _train(batches: Iterator[list[str]], vocab_size: int) -> str:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=[END],
+        show_progress=False,
+    )
+    backend.train_from_iterator(batches, trainer)
+    return backend.to_str()
+
+
+def _batches(corpus: Corpus, rules: Rules) -> Iterator[list[str]]:
+    batch: list[str] = []
+    for name, record in read_texts(corpus.files, rules.text_field):
+        try:
+            batch.append(text_of(record, rules.text_field))
+        except BadRecord as error:
+            if rules.on_bad_record == "stop":
+                remedy = "Correct it, or use --on_bad_record skip, which counts such records"
+                raise JobError([Problem("data", name, str(error), remedy)]) from error
+        if len(batch) == _BATCH:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
