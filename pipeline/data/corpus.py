@@ -29,6 +29,7 @@ from pipeline.data.input_kinds import (
     Kind,
     arrow_files,
     hub_files,
+    hub_problem,
     is_hub_name,
     is_saved_dataset,
     kind_of,
@@ -149,7 +150,7 @@ def _expand(path: str) -> Iterator[str]:
 def _path_problem(name: str) -> Problem | None:
     path = Path(name)
     if is_hub_name(name):
-        return None
+        return hub_problem(name)
     try:
         if token_prefix(name) is not None:
             return None

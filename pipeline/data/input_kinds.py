@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +20,8 @@ _JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 RECORD_SUFFIXES = (*_JSONL_SUFFIXES, ".parquet")
 
 _HUB = "hub:"
+# The slices that `datasets` knows, train[:10%], would be ignored: its files hold the whole split.
+_SPLIT = re.compile(r"[\w.-]+")
 _STATE = "state.json"
 _DATASET_DICT = "dataset_dict.json"
 
@@ -78,6 +81,15 @@ def arrow_files(folder: Path) -> list[str]:
 def is_hub_name(path: str) -> bool:
     """Whether it names a dataset of the hub."""
     return path.startswith(_HUB)
+
+
+def hub_problem(path: str) -> Problem | None:
+    """What is wrong with hub:NAME[:SPLIT], as far as the name tells."""
+    name, colon, split = path.removeprefix(_HUB).partition(":")
+    if name and (_SPLIT.fullmatch(split) or not colon):
+        return None
+    rule = "is not hub:NAME or hub:NAME:SPLIT with the name of a whole split"
+    return Problem("data", path, rule, "Write, for example, hub:NAME:train")
 
 
 def hub_files(path: str) -> list[str]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import mmap
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,9 @@ from pipeline.data.token_format import FormatError, Index, document_offsets, rea
 from pipeline.job.problems import JobError, Problem
 
 # Files up to this many bytes are hashed whole; of larger ones, blocks at even distances.
-_HASHED_WHOLE = 64 << 20
-_BLOCK = 1 << 16
+_READ_WHOLE = 64 << 20
+_BLOCK = 1 << 14
 _BLOCKS = 256
-# Tokens looked at for the highest id of files that have no description.
-_LOOKED_AT = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class TokenFile:
         tokens: [tokens], memory-mapped and read-only; or several files behind one another, `JoinedTokens`.
         offsets: Document j is ``tokens[offsets[j]:offsets[j + 1]]``; [documents + 1] int64.
         fingerprint: Hash of offsets and tokens: equal on two hosts that hold the same data. Of files over
-            64 MB it covers the sizes and 256 blocks of 64 KB.
+            64 MB it covers the sizes and 256 blocks of 16 KB.
         tokenizer_hash: Identity of the tokenizer that made them; None where no description says.
         vocab_size: That tokenizer's; None likewise.
-        max_token: Highest id; of large files without a description, among 16 million of them.
+        max_token: Highest id; of large files without a description, in the blocks of the fingerprint.
         skipped: Files and records that gave no document; the first of them.
         num_skipped: How many there were.
     """
@@ -89,9 +89,10 @@ def open_token_file(prefix: str) -> TokenFile:
         size = path.stat().st_size
         offsets = document_offsets(index, size)
         count = size // index.dtype.itemsize
-        tokens = np.memmap(path, index.dtype, "r") if count else np.empty(0, index.dtype)
+        tokens = _mapped(path, index.dtype) if count else np.empty(0, index.dtype)
+        content = list(_content(path, size))
         description = _description(Path(f"{prefix}.json"))
-        fingerprint = _fingerprint(index, offsets, path)
+        fingerprint = _fingerprint(index, offsets, size, content)
         tokenizer = description.get("tokenizer", {})
         skipped = tuple(Skipped(**entry) for entry in description.get("skipped", ()))
         return TokenFile(
@@ -100,7 +101,7 @@ def open_token_file(prefix: str) -> TokenFile:
             fingerprint,
             tokenizer.get("identity"),
             tokenizer.get("vocab_size"),
-            description["max_token"] if "max_token" in description else _highest(tokens),
+            description["max_token"] if "max_token" in description else _highest(content, index.dtype),
             skipped,
             description.get("num_skipped", len(skipped)),
         )
@@ -179,35 +180,41 @@ def _damaged(error: Exception) -> str:
     return f"the token files are damaged ({type(error).__name__}: {error})"
 
 
-def _highest(tokens: np.ndarray) -> int:
-    """The highest id among the first and last tokens and a sample between; negative if any is."""
-    if len(tokens) <= _LOOKED_AT:
-        return _extreme(tokens)
-    size = _LOOKED_AT // _BLOCKS
-    begins = np.linspace(0, len(tokens) - size, _BLOCKS).astype(np.int64).tolist()
-    found = [_extreme(tokens[begin : begin + size]) for begin in begins]
-    return min(found) if min(found) < 0 else max(found)
+def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
+    tokens = np.memmap(path, dtype, "r")
+    if path.stat().st_size > _READ_WHOLE and isinstance(tokens.base, mmap.mmap):
+        # Samples lie anywhere: reading ahead at each of them would read many times what is used.
+        tokens.base.madvise(mmap.MADV_RANDOM)
+    return tokens
 
 
-def _extreme(tokens: np.ndarray) -> int:
-    if not len(tokens):
-        return 0
-    lowest = int(tokens.min())
-    return lowest if lowest < 0 else int(tokens.max())
+def _content(path: Path, size: int) -> Iterator[bytes]:
+    """A small file whole; of a large one, blocks at even distances, the first and the last among them."""
+    with path.open("rb", buffering=0) as stream:
+        if size <= _READ_WHOLE:
+            yield stream.read()
+            return
+        # Read, not mapped: a page fault in a large file costs milliseconds, for the pages around it.
+        for place in np.linspace(0, (size - _BLOCK) // _BLOCK, _BLOCKS).astype(np.int64).tolist():
+            yield os.pread(stream.fileno(), _BLOCK, place * _BLOCK)
+        yield os.pread(stream.fileno(), _BLOCK, size - _BLOCK)
 
 
-def _fingerprint(index: Index, offsets: np.ndarray, tokens: Path) -> str:
-    state = hashlib.blake2b(digest_size=16)
-    state.update(f"{index.dtype.str} {len(offsets)} {tokens.stat().st_size}".encode())
-    _update(state, memoryview(np.ascontiguousarray(offsets, dtype="<i8")).cast("B"))
-    if tokens.stat().st_size:
-        _update(state, memoryview(np.memmap(tokens, np.uint8, "r")))
+def _highest(content: Sequence[bytes], dtype: np.dtype) -> int:
+    """The highest id, negative if any is."""
+    parts = [np.frombuffer(block, dtype) for block in content if block]
+    lowest = min((int(part.min()) for part in parts), default=0)
+    return lowest if lowest < 0 else max((int(part.max()) for part in parts), default=0)
+
+
+def _fingerprint(index: Index, offsets: np.ndarray, size: int, content: Sequence[bytes]) -> str:
+    state = hashlib.blake2b(f"{index.dtype.str} {len(offsets)} {size}".encode(), digest_size=16)
+    bounds = memoryview(np.ascontiguousarray(offsets, dtype="<i8")).cast("B")
+    if len(bounds) <= _READ_WHOLE:
+        state.update(bounds)
+    else:
+        for place in np.linspace(0, len(bounds) - _BLOCK, _BLOCKS).astype(np.int64).tolist():
+            state.update(bounds[place : place + _BLOCK])
+    for block in content:
+        state.update(block)
     return state.hexdigest()
-
-
-def _update(state: Any, content: memoryview) -> None:
-    if len(content) <= _HASHED_WHOLE:
-        state.update(content)
-        return
-    for place in np.linspace(0, len(content) - _BLOCK, _BLOCKS).astype(np.int64).tolist():
-        state.update(content[place : place + _BLOCK])
