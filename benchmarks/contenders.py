@@ -149,7 +149,7 @@ def this_pipeline(task: Task, environment: RankEnvironment, clock: Clock) -> Non
             parallel=parallel,
             engine=engine,
             loader=loader,
-            eval_set=(),
+            eval_sets=(),
             sinks=(_ToClock(clock),),
             speedometer=Speedometer(
                 tokens_per_step=job.batch.tokens_per_step,

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from pipeline.cluster.devices import BF16_CAPABILITY, visible_gpus
 from pipeline.cluster.world import Host, World
-from pipeline.data.training_data import TrainingData, load_data
+from pipeline.data.sources import one_source
+from pipeline.data.training_data import DataSettings, TrainingData, load_data
 from pipeline.job.job import Job
 from pipeline.job.json_reader import read_json
 from pipeline.job.model_config import ModelConfig
@@ -119,15 +120,10 @@ class Setting:
 
     def load_data(self, job: Job) -> TrainingData:
         """The samples; tokenized by the first caller, read from the cache by later ones."""
-        return load_data(
-            self.data,
-            Path(self.folder) / "data",
-            sequence_length=self.seq_length,
-            seed=self.seed,
-            eval_fraction=0.0,
-            vocab_size=job.model.vocab_size,
-            report=lambda message: None,
+        settings = DataSettings(
+            self.seq_length, self.seed, eval_fraction=0.0, vocab_size=job.model.vocab_size
         )
+        return load_data(one_source(self.data), Path(self.folder) / "data", settings, lambda message: None)
 
 
 def merged(*layers: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ A crash at any moment leaves `latest` pointing to a complete checkpoint, or no `
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,14 @@ class TrainState:
         step: Optimizer steps taken.
         consumed_samples: Samples of the whole job read so far.
         tokens: Input tokens of those samples.
-        data: Fingerprint of the training tokens that the order runs over; empty before the first start.
+        data: How far each source of the data has been read (`pipeline.data.progress`); empty before the first
+            start.
     """
 
     step: int = 0
     consumed_samples: int = 0
     tokens: int = 0
-    data: str = ""
+    data: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

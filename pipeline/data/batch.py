@@ -22,10 +22,11 @@ class MicroBatch:
         tokens: [micro batch, sequence] int64.
         labels: [micro batch, sequence] int64, shifted already: labels[:, t] is the token after tokens[:, t].
         mask: [micro batch, sequence] bool; False where the label does not count in the loss.
-        samples: Sample index of each row: epoch * samples per epoch + number in the epoch; -1 is a row
-            of padding.
+        samples: Sample index of each row in its source: epoch * samples per epoch + number in the epoch; -1
+            is a row of padding.
         documents: [micro batch, sequence] int64 document number of each token, counted from 0 in its row;
             None where attention sees whole rows. Stays on the host, where layouts are made from it.
+        sources: Number of each row's source in the blend; empty where there is one source.
     """
 
     tokens: Tensor
@@ -33,11 +34,12 @@ class MicroBatch:
     mask: Tensor
     samples: tuple[int, ...]
     documents: Tensor | None = None
+    sources: tuple[int, ...] = ()
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same with tokens, labels and mask on `device`."""
         moved = (each.to(device, non_blocking=True) for each in (self.tokens, self.labels, self.mask))
-        return MicroBatch(*moved, self.samples, self.documents)
+        return MicroBatch(*moved, self.samples, self.documents, self.sources)
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,14 @@ def micro_batch(samples: Samples) -> MicroBatch:
     rows = torch.from_numpy(samples.tokens)
     labels = rows[:, 1:].contiguous()
     mask = torch.arange(labels.shape[1]) < torch.from_numpy(samples.num_labels)[:, None]
-    return MicroBatch(rows[:, :-1].contiguous(), labels, mask, tuple(samples.indices.tolist()))
+    if samples.counted is not None:
+        mask &= torch.from_numpy(samples.counted)
+    documents = None
+    if samples.documents is not None:
+        documents = torch.from_numpy(samples.documents)[:, :-1].contiguous()
+    sources = () if samples.sources is None else tuple(samples.sources.tolist())
+    indices = tuple(samples.indices.tolist())
+    return MicroBatch(rows[:, :-1].contiguous(), labels, mask, indices, documents, sources)
 
 
 def digest(step: StepBatch) -> int:
@@ -74,7 +83,7 @@ def digest(step: StepBatch) -> int:
     state = hashlib.blake2b(digest_size=8)
     state.update(np.array([step.first_sample, step.num_samples], dtype="<i8").tobytes())
     for batch in step.micro_batches:
-        state.update(np.array([*batch.tokens.shape, *batch.samples], dtype="<i8").tobytes())
+        state.update(np.array([*batch.tokens.shape, *batch.samples, *batch.sources], dtype="<i8").tobytes())
         tensors = (batch.tokens, batch.labels, batch.mask, batch.documents)
         for tensor in (each for each in tensors if each is not None):
             state.update(tensor.cpu().numpy().astype("<i8", copy=False).tobytes())

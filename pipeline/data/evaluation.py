@@ -36,11 +36,13 @@ def eval_batches(
 def _padded(dataset: PackedDataset, positions: range, count: int) -> MicroBatch:
     """The samples at `positions`, with empty rows in place of those at `count` and beyond."""
     samples = dataset.read([position for position in positions if position < count])
-    missing = len(positions) - len(samples.indices)
+    below = (0, len(positions) - len(samples.indices))
+    optional = (samples.documents, samples.counted)
     return micro_batch(
         Samples(
-            np.pad(samples.tokens, ((0, missing), (0, 0))),
-            np.pad(samples.num_labels, (0, missing)),
-            np.pad(samples.indices, (0, missing), constant_values=PADDING_SAMPLE),
+            np.pad(samples.tokens, (below, (0, 0))),
+            np.pad(samples.num_labels, below),
+            np.pad(samples.indices, below, constant_values=PADDING_SAMPLE),
+            *(None if each is None else np.pad(each, (below, (0, 0))) for each in optional),
         )
     )

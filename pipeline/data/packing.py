@@ -11,6 +11,10 @@ that every token but the first is predicted exactly once:
 
 A training set drops the tail (the next epoch's shuffle puts other tokens there); a held-out set keeps
 it, so that its loss covers each of its tokens.
+
+Sample i of an epoch, and so position p of the endless order, is a pure function of tokens, documents, seed
+and sequence length. It costs an index of the epoch's documents (`pipeline.data.epoch_index`), none of
+samples.
 """
 
 from __future__ import annotations
@@ -18,10 +22,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 
-from pipeline.data.shuffle import permutation
+from pipeline.data.document_sets import AllBut, DocumentSet
+from pipeline.data.epoch_index import EpochIndexes
+from pipeline.data.shuffle import Order
+
+
+class TokenError(RuntimeError):
+    """The tokens cannot be trained on: ids beyond the vocabulary, or files that changed under the run."""
 
 
 @dataclass(frozen=True)
@@ -32,20 +43,28 @@ class Samples:
         tokens: [rows, S + 1] int64; inputs are [:, :-1], labels are [:, 1:].
         num_labels: [rows] int64; labels at and after this position are padding.
         indices: [rows] int64; epoch * samples per epoch + number of the sample in its epoch.
+        documents: [rows, S + 1] int64, each token's document, counted from 0 in its row; padding is one of
+            its own. None where nobody asked for it.
+        counted: [rows, S] bool, False where the label begins another document than its input ends; None
+            where those count like any other.
+        sources: [rows] int64, number of the blend's source; None where there is one.
     """
 
     tokens: np.ndarray
     num_labels: np.ndarray
     indices: np.ndarray
+    documents: np.ndarray | None = None
+    counted: np.ndarray | None = None
+    sources: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
 class _Epoch:
     """One epoch's orders: `begins` [documents + 1] are the documents' places in the shuffled stream."""
 
-    documents: np.ndarray
+    documents: Order
     begins: np.ndarray
-    samples: np.ndarray
+    samples: Order
 
 
 class PackedDataset:
@@ -58,6 +77,10 @@ class PackedDataset:
         sequence_length: S, inputs (and labels) per sample.
         seed: Chooses the orders, together with the epoch.
         keep_tail: Pad the last sample of an epoch instead of dropping it.
+        find_documents: Say which document each token belongs to.
+        mask_document_end: Do not count what follows a document's last token.
+        vocab_size: Ids from here on are refused when they are read; None takes any.
+        index_stem: Where long indexes are shared by the ranks of a host; see `EpochIndexes`.
 
     Raises:
         ValueError: there is not one sample.
@@ -67,24 +90,33 @@ class PackedDataset:
         self,
         tokens: np.ndarray,
         offsets: np.ndarray,
-        documents: Sequence[int] | np.ndarray,
+        documents: DocumentSet | Sequence[int],
         sequence_length: int,
         seed: int,
         keep_tail: bool = False,
+        *,
+        find_documents: bool = False,
+        mask_document_end: bool = False,
+        vocab_size: int | None = None,
+        index_stem: Path | None = None,
     ) -> None:
         self.sequence_length = sequence_length
         self.seed = seed
-        self._tokens = tokens
-        self._documents = np.asarray(documents, dtype=np.int64)
-        self._begins = np.asarray(offsets, dtype=np.int64)[self._documents]
-        self._lengths = np.asarray(offsets, dtype=np.int64)[self._documents + 1] - self._begins
-        self.num_tokens = int(self._lengths.sum())
+        # Slices of a memmap cost more than those of a plain array over the same pages.
+        self._tokens = np.asarray(tokens) if isinstance(tokens, np.ndarray) else tokens
+        self._offsets = np.asarray(offsets)
+        self._documents = documents if isinstance(documents, AllBut) else np.asarray(documents, np.int64)
+        self._find_documents = find_documents
+        self._mask_document_end = mask_document_end
+        self._vocab_size = vocab_size
+        self.num_tokens = _num_tokens(self._offsets, self._documents)
         labels = max(self.num_tokens - 1, 0)
         self.samples_per_epoch = -(-labels // sequence_length) if keep_tail else labels // sequence_length
         if not self.samples_per_epoch:
             raise ValueError(
                 f"{self.num_tokens} tokens do not fill one sample of {sequence_length} + 1 tokens"
             )
+        self._indexes = EpochIndexes(self._offsets, self._documents, seed, index_stem)
         # Two epochs, as a batch may cross an edge. The cache belongs to this object, and is thread-safe.
         self._epoch = lru_cache(maxsize=2)(self._make_epoch)
 
@@ -98,33 +130,84 @@ class PackedDataset:
         return max(self.num_tokens - 1 - self.samples_per_epoch * self.sequence_length, 0)
 
     def read(self, positions: Sequence[int] | np.ndarray) -> Samples:
-        """The samples at `positions` of the order: position = samples consumed before it, from 0 on."""
-        positions = np.asarray(positions, dtype=np.int64)
-        epochs, places = np.divmod(positions, self.samples_per_epoch)
-        tokens = np.zeros((len(positions), self.sequence_length + 1), dtype=np.int64)
-        num_labels = np.empty(len(positions), dtype=np.int64)
-        numbers = np.empty(len(positions), dtype=np.int64)
-        for row, (epoch, place) in enumerate(zip(epochs.tolist(), places.tolist(), strict=True)):
+        """The samples at `positions` of the order: position = samples consumed before it, from 0 on.
+
+        Raises:
+            TokenError: a token id beyond the vocabulary.
+        """
+        epochs, places = np.divmod(np.asarray(positions, dtype=np.int64), self.samples_per_epoch)
+        shape = (len(epochs), self.sequence_length + 1)
+        tokens = np.zeros(shape, dtype=np.int64)
+        documents = None
+        if self._find_documents or self._mask_document_end:
+            documents = np.zeros(shape, dtype=np.int64)
+        num_labels = np.empty(len(epochs), dtype=np.int64)
+        numbers = np.empty(len(epochs), dtype=np.int64)
+        for epoch in np.unique(epochs).tolist():
+            rows = np.flatnonzero(epochs == epoch)
             orders = self._epoch(epoch)
-            numbers[row] = orders.samples[place]
-            num_labels[row] = self._fill(tokens[row], orders, int(numbers[row]) * self.sequence_length) - 1
-        return Samples(tokens, num_labels, epochs * self.samples_per_epoch + numbers)
+            numbers[rows] = orders.samples(places[rows])
+            num_labels[rows] = self._fill(tokens, documents, rows, orders, numbers[rows]) - 1
+        self._check(tokens)
+        counted = documents[:, 1:] == documents[:, :-1] if self._mask_document_end else None
+        indices = epochs * self.samples_per_epoch + numbers
+        return Samples(tokens, num_labels, indices, documents if self._find_documents else None, counted)
 
     def _make_epoch(self, epoch: int) -> _Epoch:
-        documents = permutation(self.num_documents, self.seed, "documents", epoch)
-        begins = np.concatenate(([0], np.cumsum(self._lengths[documents])))
-        return _Epoch(documents, begins, permutation(self.samples_per_epoch, self.seed, "samples", epoch))
+        return _Epoch(
+            self._indexes.order(epoch),
+            self._indexes.begins(epoch),
+            Order(self.samples_per_epoch, self.seed, "samples", epoch),
+        )
 
-    def _fill(self, row: np.ndarray, epoch: _Epoch, place: int) -> int:
-        """Copy the stream from `place` on into `row`, document by document; returns the tokens copied."""
-        filled = 0
-        number = int(np.searchsorted(epoch.begins, place, side="right")) - 1
-        while filled < len(row) and number < self.num_documents:
-            document = epoch.documents[number]
-            inside = place + filled - int(epoch.begins[number])
-            count = min(int(self._lengths[document]) - inside, len(row) - filled)
-            begin = int(self._begins[document]) + inside
-            row[filled : filled + count] = self._tokens[begin : begin + count]
-            filled += count
-            number += 1
-        return filled
+    def _fill(
+        self,
+        tokens: np.ndarray,
+        documents: np.ndarray | None,
+        rows: np.ndarray,
+        epoch: _Epoch,
+        numbers: np.ndarray,
+    ) -> np.ndarray:
+        """Copy the samples `numbers` of `epoch` into `rows`, document by document; [rows] tokens copied."""
+        begins = numbers * self.sequence_length
+        ends = np.minimum(begins + tokens.shape[1], self.num_tokens)
+        firsts = np.searchsorted(epoch.begins, begins, side="right") - 1
+        counts = np.searchsorted(epoch.begins, ends, side="left") - firsts
+        # One piece per document and row; `inside` is the document's number in its row.
+        row = np.repeat(np.arange(len(rows)), counts)
+        inside = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+        places = firsts[row] + inside
+        starts = np.maximum(epoch.begins[places], begins[row])
+        stops = np.minimum(epoch.begins[places + 1], ends[row])
+        origins = self._offsets[self._documents[epoch.documents(places)]] + starts - epoch.begins[places]
+        pieces = (rows[row], starts - begins[row], stops - begins[row], origins, inside)
+        for at, start, stop, origin, number in zip(*(each.tolist() for each in pieces), strict=True):
+            tokens[at, start:stop] = self._tokens[origin : origin + stop - start]
+            if documents is not None:
+                documents[at, start:stop] = number
+        if documents is not None:
+            for at in np.flatnonzero(ends - begins < tokens.shape[1]).tolist():
+                documents[rows[at], ends[at] - begins[at] :] = counts[at]
+        return ends - begins
+
+    def _check(self, tokens: np.ndarray) -> None:
+        if self._vocab_size is None or not tokens.size:
+            return
+        worst = _worst(tokens)
+        if not 0 <= worst < self._vocab_size:
+            raise TokenError(
+                f"the data holds the token id {worst}, and the model's vocabulary has the ids 0 .. "
+                f"{self._vocab_size - 1}: the tokens were made with another tokenizer, or the file is damaged"
+            )
+
+
+def _worst(tokens: np.ndarray) -> int:
+    """The least id if it is negative, else the greatest."""
+    least = int(tokens.min())
+    return least if least < 0 else int(tokens.max())
+
+
+def _num_tokens(offsets: np.ndarray, documents: AllBut | np.ndarray) -> int:
+    if isinstance(documents, AllBut):
+        return int(offsets[-1]) - int(offsets[0]) - _num_tokens(offsets, documents.left_out)
+    return int((offsets[documents + 1] - offsets[documents]).sum())

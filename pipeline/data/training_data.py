@@ -1,20 +1,54 @@
-"""From the options of a run to its two sets of samples. No torch."""
+"""From the sources of a run to its training samples and its evaluation sets. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from pipeline.data.blend import Blend, Source
 from pipeline.data.corpus import Corpus, find_corpus
+from pipeline.data.document_sets import AllBut, split_documents
 from pipeline.data.packing import PackedDataset
-from pipeline.data.shuffle import permutation
+from pipeline.data.preparation import Rules
+from pipeline.data.progress import Continued, Progress, continue_blend
+from pipeline.data.sources import SourceSpec
 from pipeline.data.token_cache import DEFAULT_WAIT, cached_tokens
-from pipeline.data.token_file import TokenFile
-from pipeline.data.tokenizer import ByteTokenizer, Tokenizer, vocabulary_problems
+from pipeline.data.token_file import JoinedTokens, TokenFile
+from pipeline.data.tokenizer import Tokenizer, load_tokenizer, vocabulary_problems
+from pipeline.data.tokenizer_files import chosen_tokenizer
+from pipeline.data.watched_file import WatchedFile
 from pipeline.job.problems import JobError, Problem
+
+
+@dataclass(frozen=True)
+class OpenSource:
+    """A source with its files found and its tokens mapped.
+
+    Attributes:
+        spec: Name, paths and weight.
+        corpus: The files, and those left aside while listing them.
+        token_file: The tokens, with the files that were skipped.
+    """
+
+    spec: SourceSpec
+    corpus: Corpus
+    token_file: TokenFile
+
+
+@dataclass(frozen=True)
+class EvalData:
+    """Documents that are evaluated and never trained on, tail kept.
+
+    Attributes:
+        name: None for the held-out part of a single source, which has no name.
+    """
+
+    name: str | None
+    dataset: PackedDataset
 
 
 @dataclass(frozen=True)
@@ -22,114 +56,213 @@ class TrainingData:
     """What a run reads.
 
     Attributes:
-        corpus: The files, and those left aside while listing them.
         tokenizer: Made the tokens; decodes a model's samples.
-        train: Endless shuffled samples; its tail is dropped in each epoch.
-        held_out: Other documents, tail kept; None where nothing is held out.
-        token_file: The tokens of both, with the files that were skipped.
+        opened: The training sources, as found.
+        order: The training samples, and where they went on from.
+        evaluation: In the order in which it is done.
     """
 
-    corpus: Corpus
     tokenizer: Tokenizer
-    train: PackedDataset
-    held_out: PackedDataset | None
-    token_file: TokenFile
+    opened: tuple[OpenSource, ...]
+    order: Continued
+    evaluation: tuple[EvalData, ...]
+
+    @property
+    def train(self) -> Blend:
+        """Endless shuffled samples; each source's tail is dropped in each of its epochs."""
+        return self.order.blend
 
     @property
     def fingerprint(self) -> str:
-        """Equal on all hosts that read the same tokens; a checkpoint keeps it to recognise its data."""
-        return self.token_file.fingerprint
+        """Equal on all hosts that read the same tokens in the same order."""
+        return self.train.fingerprint
 
     def summary(self) -> tuple[str, ...]:
-        """Lines for the console: both sets, and what is not used."""
-        lines = [
-            f"data: {self.corpus.name}",
-            f"training: {_size(self.train)}, {self.train.samples_per_epoch:,} samples per epoch, "
-            f"{self.train.dropped_tokens:,} tokens of the tail dropped",
-            f"held out: {_size(self.held_out)}" if self.held_out else "held out: nothing",
-        ]
-        skipped = self.token_file.skipped
-        if skipped:
-            shown = "; ".join(f"{entry.path} ({entry.reason})" for entry in skipped[:5])
-            lines.append(f"skipped {len(skipped):,} files: {shown}{'; ...' if len(skipped) > 5 else ''}")
-        if self.corpus.num_other:
-            lines.append(f"left out {self.corpus.num_other:,} files of other kinds than plain text")
-        return tuple(lines)
+        """Lines for the console: all sets, what is not used, and what changed since the checkpoint."""
+        lines = []
+        for opened, source in zip(self.opened, self._in_order(), strict=True):
+            share = f", weight {float(source.weight):.4g}" if len(self.opened) > 1 else ""
+            lines.append(f"data: {opened.spec.name}{share}")
+            lines.append(
+                f"training: {_size(source.dataset)}, {source.dataset.samples_per_epoch:,} samples per epoch, "
+                f"{source.dataset.dropped_tokens:,} tokens of the tail dropped"
+            )
+            lines += _aside(opened)
+        for held_out in self.evaluation:
+            lines.append(f"{held_out.name or 'held out'}: {_size(held_out.dataset)}")
+        if not self.evaluation:
+            lines.append("held out: nothing")
+        return (*lines, *self.order.changes)
+
+    def _in_order(self) -> list[Source]:
+        """The blend's sources, which stand in the checkpoint's order, in that of `opened`."""
+        by_tokens = {source.fingerprint: source for source in self.train.sources}
+        return [by_tokens[opened.token_file.fingerprint] for opened in self.opened]
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """How tokens become samples.
+
+    Attributes:
+        sequence_length: Inputs per sample.
+        seed: Chooses the held-out documents and the sample order.
+        eval_fraction: Share of each source's documents that is held out, 0 to below 1; 0 holds out nothing.
+        vocab_size: The model's, unpadded; must hold every id of the tokenizer.
+        document_mask: Say which document each token belongs to.
+        mask_document_end: Do not count what follows a document's last token.
+    """
+
+    sequence_length: int
+    seed: int
+    eval_fraction: float
+    vocab_size: int
+    document_mask: bool = False
+    mask_document_end: bool = False
 
 
 def load_data(
-    paths: Sequence[str],
+    sources: Sequence[SourceSpec],
     cache_folder: Path,
-    *,
-    sequence_length: int,
-    seed: int,
-    eval_fraction: float,
-    vocab_size: int,
+    settings: DataSettings,
     report: Callable[[str], None],
+    *,
+    validation: Sequence[SourceSpec] = (),
+    tokenizer_name: str | None = None,
+    rules: Rules | None = None,
+    saved: dict[str, Any] | None = None,
+    position: int = 0,
     time_limit: float = DEFAULT_WAIT,
 ) -> TrainingData:
     """Tokenize what is new, split it by documents, and pack it. Every rank calls it and gets the same.
 
     Args:
-        paths: Files and folders; none means the standard library's source text.
-        cache_folder: Where token files are kept.
-        sequence_length: Inputs per sample.
-        seed: Chooses the held-out documents and the sample order.
-        eval_fraction: Share of the documents that is held out, 0 to below 1; 0 holds out nothing.
-        vocab_size: The model's, unpadded; must hold every id of the tokenizer.
+        sources: To train on; their weights add up to 1.
+        cache_folder: Where token files and long indexes are kept.
         report: Receives messages about long work; silent on all ranks but one.
+        validation: Named sets, evaluated whole.
+        tokenizer_name: See `chosen_tokenizer`.
+        rules: Where the text of a record is, and what happens to a bad one.
+        saved: What `Continued.progress` gave the checkpoint that the run goes on from.
+        position: Samples consumed by then.
         time_limit: Seconds to wait for the process that tokenizes.
 
     Raises:
-        JobError: paths, texts or sizes that cannot be used.
+        JobError: paths, texts or sizes that cannot be used, or data that the checkpoint was not trained on.
         TimeoutError, OSError: see `cached_tokens`.
     """
-    tokenizer = ByteTokenizer()
-    if problems := vocabulary_problems(tokenizer, vocab_size):
+    paths = [path for spec in (*sources, *validation) for path in spec.paths]
+    tokenizer = load_tokenizer(chosen_tokenizer(tokenizer_name, paths))
+    if problems := vocabulary_problems(tokenizer, settings.vocab_size):
         raise JobError(problems)
-    corpus = find_corpus(paths)
-    file = cached_tokens(corpus, tokenizer, cache_folder, report, time_limit)
-    train, held_out = split_documents(file.num_documents, eval_fraction, seed)
-    return TrainingData(
-        corpus,
-        tokenizer,
-        _pack(file, train, sequence_length, seed, corpus.name),
-        PackedDataset(file.tokens, file.offsets, held_out, sequence_length, seed, keep_tail=True)
-        if len(held_out)
-        else None,
-        file,
-    )
+
+    def opened(spec: SourceSpec) -> OpenSource:
+        corpus = find_corpus(spec.paths)
+        file = cached_tokens(corpus, tokenizer, cache_folder, report, time_limit, rules)
+        return OpenSource(spec, corpus, file)
+
+    training, named = [opened(spec) for spec in sources], [opened(spec) for spec in validation]
+    if problems := _leaks(training, named):
+        raise JobError(problems)
+    packer = _Packer(settings, cache_folder)
+    parts = [packer.split(each) for each in training]
+    evaluation = [
+        EvalData(each.spec.name if len(parts) > 1 else None, held_out)
+        for each, (_, held_out) in zip(training, parts, strict=True)
+        if held_out
+    ]
+    evaluation += [EvalData(each.spec.name, packer.whole(each)) for each in named]
+    progress = Progress.from_json(saved) if saved else None
+    order = continue_blend([source for source, _ in parts], progress, position)
+    return TrainingData(tokenizer, tuple(training), order, tuple(evaluation))
 
 
-def split_documents(num_documents: int, eval_fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers of the training and of the held-out documents, each sorted.
+@dataclass(frozen=True)
+class _Packer:
+    """Makes the datasets of opened sources."""
 
-    A document is never on both sides. The held-out side has `eval_fraction` of the documents, rounded,
-    but at least one, and leaves at least one to train on. It does not depend on epoch or layout.
+    settings: DataSettings
+    cache_folder: Path
 
-    Raises:
-        JobError: fewer than two documents, where something is to be held out.
-    """
-    if eval_fraction == 0:
-        return np.arange(num_documents), np.arange(0)
-    if num_documents < 2:
-        rule = "documents are held out whole, and the data is a single document"
-        raise JobError(
-            [Problem("eval_fraction", eval_fraction, rule, "Set it to 0, or give the data in several files")]
+    def split(self, opened: OpenSource) -> tuple[Source, PackedDataset | None]:
+        """The training samples of a source, and its held-out ones.
+
+        Raises:
+            JobError: there is not one sample, or not two documents to split.
+        """
+        file, settings = opened.token_file, self.settings
+        train, held_out = split_documents(file.num_documents, settings.eval_fraction, settings.seed)
+        source = Source(
+            opened.spec.name,
+            opened.spec.weight,
+            self._dataset(opened, train, keep_tail=False),
+            file.fingerprint,
+            _watched(file.tokens),
         )
-    count = min(max(round(num_documents * eval_fraction), 1), num_documents - 1)
-    shuffled = permutation(num_documents, seed, "held out")
-    return np.sort(shuffled[count:]), np.sort(shuffled[:count])
+        return source, self._dataset(opened, held_out, keep_tail=True) if len(held_out) else None
+
+    def whole(self, opened: OpenSource) -> PackedDataset:
+        """All documents of a validation set.
+
+        Raises:
+            JobError: there is not one sample.
+        """
+        everything = AllBut(opened.token_file.num_documents, np.arange(0))
+        return self._dataset(opened, everything, keep_tail=True)
+
+    def _dataset(self, opened: OpenSource, documents: AllBut | np.ndarray, keep_tail: bool) -> PackedDataset:
+        file, settings = opened.token_file, self.settings
+        side = f"{settings.eval_fraction}-{'tail' if keep_tail else 'train'}-{len(documents)}"
+        try:
+            return PackedDataset(
+                file.tokens,
+                file.offsets,
+                documents,
+                settings.sequence_length,
+                settings.seed,
+                keep_tail,
+                find_documents=settings.document_mask,
+                mask_document_end=settings.mask_document_end,
+                vocab_size=settings.vocab_size,
+                index_stem=self.cache_folder / f"order-{file.fingerprint}-{settings.seed}-{side}",
+            )
+        except ValueError as error:
+            rule = f"{len(documents)} {'evaluation' if keep_tail else 'training'} documents: {error}"
+            remedy = "Give more text, or a smaller --seq_length"
+            raise JobError([Problem("data", opened.spec.name, rule, remedy)]) from error
 
 
-def _pack(
-    file: TokenFile, documents: np.ndarray, sequence_length: int, seed: int, name: str
-) -> PackedDataset:
-    try:
-        return PackedDataset(file.tokens, file.offsets, documents, sequence_length, seed)
-    except ValueError as error:
-        rule = f"{len(documents)} training documents: {error}"
-        raise JobError([Problem("data", name, rule, "Give more text, or a smaller --seq_length")]) from error
+def _leaks(training: Sequence[OpenSource], named: Sequence[OpenSource]) -> list[Problem]:
+    """Validation sets that are trained on."""
+    sources = {opened.token_file.fingerprint: opened.spec.name for opened in training}
+    return [
+        Problem(
+            "validation",
+            opened.spec.name,
+            f"holds the same tokens as the training source {sources[opened.token_file.fingerprint]}",
+            "Evaluate other data, or leave it out and hold documents out with --eval_fraction",
+        )
+        for opened in named
+        if opened.token_file.fingerprint in sources
+    ]
+
+
+def _watched(tokens: np.ndarray | JoinedTokens) -> tuple[WatchedFile, ...]:
+    """The files behind memory-mapped tokens."""
+    parts = tokens.parts if isinstance(tokens, JoinedTokens) else (tokens,)
+    paths = [getattr(part, "filename", None) for part in parts]
+    return tuple(WatchedFile.of(Path(path)) for path in paths if path is not None)
+
+
+def _aside(opened: OpenSource) -> list[str]:
+    lines = []
+    skipped, count = opened.token_file.skipped, opened.token_file.num_skipped
+    if skipped:
+        shown = "; ".join(f"{entry.path} ({entry.reason})" for entry in skipped[:5])
+        lines.append(f"skipped {count:,} documents: {shown}{'; ...' if count > 5 else ''}")
+    if opened.corpus.num_other:
+        lines.append(f"left out {opened.corpus.num_other:,} files of kinds that are not read")
+    return lines
 
 
 def _size(dataset: PackedDataset) -> str:

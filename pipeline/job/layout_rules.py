@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import accumulate
 
-from pipeline.data.tokenizer import ByteTokenizer
+from pipeline.data.sources import training_paths
+from pipeline.data.tokenizer_files import BYTES, chosen_tokenizer, tokenizer_facts
 from pipeline.job.facts import Facts
-from pipeline.job.problems import Problem
+from pipeline.job.problems import JobError, Problem
 from pipeline.job.suggest import listed
 
 
@@ -83,10 +84,19 @@ def positions(f: Facts) -> Iterable[Problem]:
 
 
 def vocabulary(f: Facts) -> Iterable[Problem]:
-    needed, has = ByteTokenizer.vocab_size, f.model.vocab_size
+    try:
+        tokenizer = tokenizer_facts(chosen_tokenizer(f.options.tokenizer, training_paths(f.options)))
+    except JobError as error:
+        yield from error.problems
+        return
+    needed, has = tokenizer.vocab_size, f.model.vocab_size
     if has < needed:
-        rule = f"{f.model.name} has {has} token ids, and the byte tokenizer needs {needed}"
+        rule = f"{f.model.name} has {has} token ids, and the {_called(tokenizer.name)} needs {needed}"
         yield Problem("model", f.model.name, rule, f"Use a vocabulary of at least {needed}")
+
+
+def _called(tokenizer: str) -> str:
+    return "byte tokenizer" if tokenizer == BYTES else f"tokenizer {tokenizer}"
 
 
 def dualpipev(f: Facts) -> Iterable[Problem]:

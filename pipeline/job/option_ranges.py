@@ -25,7 +25,9 @@ HIGHEST = 2**63 - 1
 # Options from 0 to below 1.
 SHARES = ("dropout", "eval_fraction")
 # Options that name something, and are not empty.
-NAMES = ("deepspeed_config", "model", "data", "output_dir", "resume", "config")
+NAMES = (
+    "deepspeed_config", "model", "data", "data_blend", "validation", "output_dir", "resume", "config",
+)  # fmt: skip
 TEXTS = (*NAMES, "sample_prompt")
 
 
@@ -44,6 +46,9 @@ def option_problems(options: Options) -> list[Problem]:
             rule = "must be at least 0 and below 1"
             problems.append(Problem(name, value, rule, f"Correct --{name}"))
     problems += _text_problems(options)
+    if options.on_bad_record not in ("stop", "skip"):
+        rule = "is neither stop nor skip"
+        problems.append(Problem("on_bad_record", options.on_bad_record, rule, "Correct --on_bad_record"))
     if options.resume not in ("auto", "never") and not exists(options.resume):
         rule = "is neither auto, never nor an existing checkpoint"
         problems.append(Problem("resume", options.resume, rule, "Correct the path"))

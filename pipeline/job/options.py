@@ -31,11 +31,26 @@ class Options:
     """Preset name, Hugging Face config.json, or a folder holding one. auto: tiny on CPU, gpt2-124m on
     GPU."""
     data: tuple[str, ...] = ()
-    """Text files or folders to train on. None: the source text of Python's standard library."""
+    """What to train on: text, .jsonl[.gz|.zst] and .parquet files, folders of them, saved datasets folders,
+    the PREFIX of Megatron token files, hub:NAME. PATH=WEIGHT for each: a blend of
+    sources with these shares of the samples. None: the source text of Python's standard library."""
+    data_blend: str | None = None
+    """JSON of named sources and weights, instead of --data:
+    {"sources": [{"name": "books", "data": "books.txt", "weight": 0.7}, ...]}."""
+    validation: tuple[str, ...] = ()
+    """Validation sets, NAME=PATH; a NAME may come several times. Each is evaluated and logged by its name."""
+    tokenizer: str | None = None
+    """bytes, or a Hugging Face tokenizer folder. None: the one saved beside token files, else bytes."""
+    text_field: str = "text"
+    """The field of JSON lines, and the column of Parquet files and datasets, that holds the text."""
+    on_bad_record: str = "stop"
+    """stop: a record that cannot be used ends the run with a message; skip: it is left out and counted."""
     seq_length: int | None = None
     """Tokens per sample. None: the model's usual training length."""
     document_mask: bool = False
     """Keep attention inside a document and begin its positions at 0, where a sample holds several."""
+    mask_document_end: bool = False
+    """Leave out of the loss what follows a document's last token: another document's beginning."""
     train_steps: int | None = None
     """Optimizer steps of the whole run, resumed parts included. None: the model's default."""
     train_tokens: int | None = None
@@ -47,8 +62,9 @@ class Options:
     run."""
     eval_samples: int = 64
     """Held-out samples per evaluation (at most as many as there are); 0 turns evaluation off."""
-    eval_fraction: float = 0.05
-    """Share of the documents that is held out of training, 0 to below 1."""
+    eval_fraction: float | None = None
+    """Share of each source's documents that is held out of training, 0 to below 1. None: 0.05, or 0 beside
+    --validation."""
     save_interval: int | None = None
     """Steps between checkpoints; the last step always saves. None or 0: only the last."""
     log_interval: int = 10
@@ -72,6 +88,15 @@ class Options:
     """Accepted as DeepSpeed's users pass it; DeepSpeed is always on."""
     local_rank: int | None = None
     """Accepted as DeepSpeed's launcher passes it, beside the LOCAL_RANK that is used."""
+
+    @property
+    def held_out_fraction(self) -> float:
+        """The share of the documents that is held out; without evaluation nothing is."""
+        if not self.eval_samples:
+            return 0.0
+        if self.eval_fraction is not None:
+            return self.eval_fraction
+        return 0.0 if self.validation else 0.05
 
     def to_json(self) -> dict[str, Any]:
         """The options worth keeping with a run, as plain JSON values."""

@@ -8,10 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pipeline.data.sources import training_paths
+from pipeline.data.tokenizer_files import chosen_tokenizer, tokenizer_facts
 from pipeline.job.job import Job
 from pipeline.job.model_config import ModelConfig
 from pipeline.job.options import RUN_FILE, Options
-from pipeline.job.problems import Problem
+from pipeline.job.problems import JobError, Problem
 from pipeline.job.user_input import exists, is_folder
 from pipeline.training.atomic_file import replaced_atomically
 
@@ -19,20 +21,33 @@ CHECKPOINTS = "checkpoints"
 
 
 def identity(options: Options, model: ModelConfig, sequence_length: int) -> dict[str, Any]:
-    """What makes two runs the same one: model, data, sequence length and seed, flat.
+    """What makes two runs the same one: model, tokenizer, held-out share, sequence length and seed, flat.
 
-    Layout, batch, precision, optimizer, schedule and length may change from one start to the next.
+    Layout, batch, precision, optimizer, schedule, length and the blend of the data may change from one start
+    to the next; the checkpoint knows each source by its tokens.
     """
     sizes = {f"model.{key}": value for key, value in asdict(model).items() if key != "name"}
     return {
         **sizes,
-        "data": list(options.data),
+        "tokenizer": _tokenizer(options),
+        "text_field": options.text_field,
+        "on_bad_record": options.on_bad_record,
         "document_mask": options.document_mask,
-        # Without evaluation nothing is held out.
-        "eval_fraction": options.eval_fraction if options.eval_samples else 0.0,
+        "mask_document_end": options.mask_document_end,
+        "eval_fraction": options.held_out_fraction,
         "seq_length": sequence_length,
         "seed": options.seed,
     }
+
+
+def _tokenizer(options: Options) -> str:
+    """Identity of the tokenizer, so that the same one may lie in another folder; the name of one that cannot
+    be read, which a rule of its own refuses."""
+    name = chosen_tokenizer(options.tokenizer, training_paths(options))
+    try:
+        return tokenizer_facts(name).identity
+    except JobError:
+        return str(name)
 
 
 def folder_problems(folder: Path, wanted: dict[str, Any]) -> list[Problem]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from pipeline.data.corpus import data_problems
+from pipeline.data.input_kinds import kind_of, token_prefix
+from pipeline.data.sources import source_problems
 from pipeline.job.facts import Facts
 from pipeline.job.monitors import MONITORS
 from pipeline.job.problems import Problem
@@ -94,12 +95,28 @@ def one_length(f: Facts) -> Iterable[Problem]:
 
 
 def evaluation(f: Facts) -> Iterable[Problem]:
-    if f.options.eval_samples > 0 and f.options.eval_fraction == 0:
+    fraction = f.options.held_out_fraction
+    if f.options.eval_samples > 0 and fraction == 0 and not f.options.validation:
         rule = "no document is held out, so there is nothing to evaluate"
-        yield Problem("eval_fraction", 0, rule, "Raise it, or give --eval_samples 0")
-    elif f.options.eval_samples > 0 and len(f.options.data) == 1 and is_file(f.options.data[0]):
+        yield Problem("eval_fraction", 0, rule, "Raise it, give --validation, or --eval_samples 0")
+    elif f.options.eval_samples == 0 and f.options.validation:
+        rule = "does nothing with eval_samples 0"
+        yield Problem(
+            "validation", " ".join(f.options.validation), rule, "Raise --eval_samples, or leave it out"
+        )
+    elif fraction > 0 and f.options.eval_samples > 0 and _one_text(f.options.data):
         rule = "documents are held out whole, and the data is a single document"
         yield Problem("eval_samples", f.options.eval_samples, rule, "Give 0, or the data in several files")
+
+
+def _one_text(paths: Sequence[str]) -> bool:
+    """Whether the data is one file that is one document."""
+    return (
+        len(paths) == 1
+        and is_file(paths[0])
+        and kind_of(paths[0]) in (None, "text")
+        and not token_prefix(paths[0])
+    )
 
 
 def prompt(f: Facts) -> Iterable[Problem]:
@@ -109,4 +126,4 @@ def prompt(f: Facts) -> Iterable[Problem]:
 
 
 def data(f: Facts) -> Iterable[Problem]:
-    return data_problems(f.options.data)
+    return source_problems(f.options)

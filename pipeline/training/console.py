@@ -217,7 +217,8 @@ def progress_text(metrics: StepMetrics, total_steps: int, remaining: float) -> s
 
 def evaluation_line(metrics: EvalMetrics, total_steps: int) -> str:
     width = len(str(total_steps))
-    return f"step {metrics.step:>{width}}/{total_steps} | held-out loss {metrics.eval_loss:.4f}"
+    name = f" on {metrics.name}" if metrics.name is not None else ""
+    return f"step {metrics.step:>{width}}/{total_steps} | held-out loss{name} {metrics.eval_loss:.4f}"
 
 
 def printable(text: str, stream: IO[str]) -> str:

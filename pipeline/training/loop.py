@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pipeline.checkpoints.folder import TrainState
 from pipeline.data.batch import MicroBatch, StepBatch
@@ -23,6 +23,14 @@ VERIFIED_STEPS = 5
 MAX_SKIPPED_IN_A_ROW = 30
 
 
+class EvalSet(NamedTuple):
+    """One set to evaluate: its name, None for the held-out documents of a single source, and this data rank's
+    micro-batches."""
+
+    name: str | None
+    batches: Sequence[MicroBatch]
+
+
 class TrainingDiverged(RuntimeError):
     """The loss or the gradient is not finite. Raised on every rank alike."""
 
@@ -35,14 +43,14 @@ class Loop:
         sinks: Take the metrics: on rank 0 the file, the console and the monitors.
         save: Writes a checkpoint of the state it is given. Collective.
         stop_requested: Whether this rank was asked to stop.
-        eval_set: This data rank's held-out micro-batches; empty where nothing is evaluated.
+        eval_sets: What is evaluated, in this order; empty where nothing is.
     """
 
     job: Job
     parallel: Parallel
     engine: TrainEngine
     loader: BatchLoader
-    eval_set: Sequence[MicroBatch]
+    eval_sets: Sequence[EvalSet]
     sinks: Sequence[MetricsSink]
     speedometer: Speedometer
     save: Callable[[TrainState], object]
@@ -114,11 +122,10 @@ class Loop:
             sink.step(metrics)
 
     def _evaluate(self, step: int) -> None:
-        if not self.eval_set:
-            return
-        loss = evaluate(self.engine, self.parallel, self.eval_set)
-        for sink in self.sinks:
-            sink.evaluation(EvalMetrics(step, loss))
+        for name, batches in self.eval_sets:
+            loss = evaluate(self.engine, self.parallel, batches)
+            for sink in self.sinks:
+                sink.evaluation(EvalMetrics(step, loss, name))
 
 
 def evaluate(engine: TrainEngine, parallel: Parallel, batches: Sequence[MicroBatch]) -> float:

@@ -1,7 +1,8 @@
 """What a run reports about itself: the numbers of each step, and the file that keeps them.
 
 `metrics.jsonl` holds one JSON object per line. Step objects carry every field of `StepMetrics`;
-evaluation objects carry `step` and `eval_loss` alone, which is how a reader tells them apart.
+evaluation objects carry `step` and `eval_loss`, which is how a reader tells them apart, and beside them the
+`name` of their set where sets have names.
 
 JSON has no NaN and no infinity, yet a step that fp16 loss scaling skipped has an infinite gradient
 norm. Such a value is written as ``null`` and named under an extra key that other lines do not have:
@@ -55,10 +56,16 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class EvalMetrics:
-    """Loss on the held-out split after `step` optimizer steps, mean per unmasked token."""
+    """Loss on held-out documents after `step` optimizer steps, mean per unmasked token.
+
+    Attributes:
+        name: Of the validation set, or of the source that the documents were held out of; None where a single
+            source is trained on, whose held-out part needs no name.
+    """
 
     step: int
     eval_loss: float
+    name: str | None = None
 
 
 class MetricsSink(Protocol):
@@ -122,11 +129,18 @@ class Speedometer:
 def to_json(metrics: StepMetrics | EvalMetrics) -> str:
     """One line of strict JSON, without its line end; non-finite values as the module text says."""
     fields = asdict(metrics)
+    if isinstance(metrics, EvalMetrics) and metrics.name is None:
+        del fields["name"]
     nonfinite = {k: str(v) for k, v in fields.items() if isinstance(v, float) and not math.isfinite(v)}
     fields.update(dict.fromkeys(nonfinite))
     if nonfinite:
         fields["nonfinite"] = nonfinite
     return json.dumps(fields, allow_nan=False)
+
+
+def _kind(name: str | None) -> str:
+    """What the evaluations of a set are counted under: each set has one per step."""
+    return "eval" if name is None else f"eval {name}"
 
 
 class MetricsFile:
@@ -151,7 +165,7 @@ class MetricsFile:
     def __init__(self, path: str | Path, resume_step: int = 0) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._last = {"step": 0, "eval": 0}
+        self._last: dict[str, int] = {}
         kept_steps = self._repair(resume_step) if self.path.exists() else 0
         self.missing_steps = resume_step - kept_steps
         self._file: IO[bytes] = self.path.open("ab")
@@ -160,7 +174,7 @@ class MetricsFile:
         self._append("step", metrics)
 
     def evaluation(self, metrics: EvalMetrics) -> None:
-        self._append("eval", metrics)
+        self._append(_kind(metrics.name), metrics)
 
     def sync(self) -> None:
         """Return once every line so far is on the disk."""
@@ -181,8 +195,9 @@ class MetricsFile:
         self._file.flush()
 
     def _advance(self, kind: str, step: int) -> None:
-        if step <= self._last[kind]:
-            raise ValueError(f"{self.path}: {kind} metrics of step {step} after those of {self._last[kind]}")
+        last = self._last.get(kind, 0)
+        if step <= last:
+            raise ValueError(f"{self.path}: {kind} metrics of step {step} after those of {last}")
         self._last[kind] = step
 
     def _repair(self, resume_step: int) -> int:
@@ -191,7 +206,7 @@ class MetricsFile:
         with self.path.open("rb") as old, replaced_atomically(self.path) as new:
             for line, record in self._records(old):
                 if record["step"] <= resume_step:
-                    kind = "eval" if "eval_loss" in record else "step"
+                    kind = _kind(record.get("name")) if "eval_loss" in record else "step"
                     self._advance(kind, record["step"])
                     kept_steps += kind == "step"
                     new.write(line.rstrip(b"\r\n") + b"\n")

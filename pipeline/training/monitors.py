@@ -1,6 +1,7 @@
 """DeepSpeed's monitors (TensorBoard, Weights & Biases, CSV, Comet), fed with the job's own numbers.
 
-The x axis is the step. Names are `train/<field of StepMetrics>` and `eval/loss`.
+The x axis is the step. Names are `train/<field of StepMetrics>` and `eval/loss`, or
+`eval/<name>/loss` where validation sets have names.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Monitors:
         self._master.write_events(step_events(metrics))
 
     def evaluation(self, metrics: EvalMetrics) -> None:
-        self._master.write_events([("eval/loss", metrics.eval_loss, metrics.step)])
+        name = "eval/loss" if metrics.name is None else f"eval/{metrics.name}/loss"
+        self._master.write_events([(name, metrics.eval_loss, metrics.step)])
 
     def close(self) -> None:
         """Write what is buffered. The monitors themselves have no close, except TensorBoard's writer."""

@@ -3,37 +3,38 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from pipeline.checkpoints.folder import Checkpoint, TrainState, find_checkpoint
+from pipeline.checkpoints.folder import TrainState, find_checkpoint
 from pipeline.checkpoints.transfer import load_checkpoint, save_checkpoint
 from pipeline.cluster.rank_environment import RankEnvironment
 from pipeline.data.evaluation import eval_batches
 from pipeline.data.loader import BatchLoader
-from pipeline.data.training_data import TrainingData, load_data
+from pipeline.data.preparation import Rules
+from pipeline.data.sources import training_sources, validation_sets
+from pipeline.data.training_data import DataSettings, TrainingData, load_data
 from pipeline.job.job import Job
-from pipeline.job.problems import JobError, Problem
 from pipeline.job.run_file import write_run_file
 from pipeline.parallel.context import Parallel
 from pipeline.training.agreement import agree_on_data
 from pipeline.training.build import build_engine
-from pipeline.training.console import Console, make_console
+from pipeline.training.console import Console, evaluation_line, make_console
 from pipeline.training.devices import peak_tflops
 from pipeline.training.distributed import start_distributed, stop_distributed
 from pipeline.training.engine import TrainEngine
 from pipeline.training.flops import training_flops_per_token
-from pipeline.training.loop import Loop, evaluate
-from pipeline.training.metrics import MetricsFile, MetricsSink, Speedometer
+from pipeline.training.loop import EvalSet, Loop, evaluate
+from pipeline.training.metrics import EvalMetrics, MetricsFile, MetricsSink, Speedometer
 from pipeline.training.monitors import Monitors
 from pipeline.training.quiet import captured_stdout
 from pipeline.training.sample import sample_text
 from pipeline.training.signals import StopRequest
 
 METRICS_FILE = "metrics.jsonl"
+TOKENIZER_FOLDER = "tokenizer"
 # How long a collective waits for other ranks: longer than the slowest save.
 GROUP_TIMEOUT = timedelta(minutes=30)
 
@@ -76,11 +77,11 @@ def run(job: Job, environment: RankEnvironment) -> Ending:
             log_interval=job.options.log_interval,
             resume_step=state.step,
         )
-        data = _data(job, console)
-        state = _same_data(state, data, checkpoint)
+        data = _data(job, state, console)
         start_distributed(job.world.device, environment.local_rank, GROUP_TIMEOUT)
         if rank == 0:
             write_run_file(job)
+            data.tokenizer.save(Path(job.output_dir) / TOKENIZER_FOLDER)
         parallel = Parallel.create(job.mesh, GROUP_TIMEOUT)
         agree_on_data(parallel, data.fingerprint)
         with captured_stdout():
@@ -99,30 +100,27 @@ def run(job: Job, environment: RankEnvironment) -> Ending:
     return ending
 
 
-def _data(job: Job, console: Console) -> TrainingData:
-    return load_data(
-        job.options.data,
-        Path(job.output_dir) / "data",
+def _data(job: Job, state: TrainState, console: Console) -> TrainingData:
+    options = job.options
+    settings = DataSettings(
         sequence_length=job.batch.sequence_length,
-        seed=job.options.seed,
-        eval_fraction=job.options.eval_fraction if job.options.eval_samples else 0.0,
+        seed=options.seed,
+        eval_fraction=options.held_out_fraction,
         vocab_size=job.model.vocab_size,
-        report=console.message,
+        document_mask=options.document_mask,
+        mask_document_end=options.mask_document_end,
     )
-
-
-def _same_data(state: TrainState, data: TrainingData, checkpoint: Checkpoint | None) -> TrainState:
-    """The state with this data's fingerprint, which a resumed run must find again: its position in the sample
-    order means nothing in other tokens.
-
-    Raises:
-        JobError: the training tokens are not those of the checkpoint.
-    """
-    if checkpoint is not None and state.data != data.fingerprint:
-        rule = f"was trained on other tokens (fingerprint {state.data}) than the data now holds"
-        remedy = f"Restore the data, here {data.fingerprint}, or start anew in another --output_dir"
-        raise JobError([Problem("resume", str(checkpoint.path), rule, remedy)])
-    return replace(state, data=data.fingerprint)
+    return load_data(
+        training_sources(options),
+        Path(job.output_dir) / "data",
+        settings,
+        console.message,
+        validation=validation_sets(options),
+        tokenizer_name=options.tokenizer,
+        rules=Rules(options.text_field, options.on_bad_record),
+        saved=state.data,
+        position=state.consumed_samples,
+    )
 
 
 def _train(
@@ -136,11 +134,8 @@ def _train(
 ) -> Ending:
     """Loop, then the last words: held-out loss, a sample of text, how to go on."""
     here, mesh = parallel.coordinates, job.mesh
-    eval_set: Sequence = ()
-    if data.held_out is not None:
-        eval_set = eval_batches(
-            data.held_out, job.options.eval_samples, job.batch.micro_batch_size, here.data, mesh.data
-        )
+    share = (job.options.eval_samples, job.batch.micro_batch_size, here.data, mesh.data)
+    eval_sets = [EvalSet(each.name, eval_batches(each.dataset, *share)) for each in data.evaluation]
     with contextlib.ExitStack() as stack:
         loader = BatchLoader(data.train, job.batch, here.data, mesh.data, start=state.consumed_samples)
         stack.enter_context(loader)
@@ -149,6 +144,7 @@ def _train(
         def save(state: TrainState) -> None:
             for file in files:
                 file.sync()  # the lines up to a checkpoint must outlive the host as it does
+            state = replace(state, data=data.order.progress(state.consumed_samples))
             console.message(f"saved {save_checkpoint(engine, job, state)}")
 
         loop = Loop(
@@ -156,7 +152,7 @@ def _train(
             parallel=parallel,
             engine=engine,
             loader=loader,
-            eval_set=eval_set,
+            eval_sets=eval_sets,
             sinks=() if parallel.rank else (*files, console, *monitors),
             speedometer=_speedometer(job),
             save=save,
@@ -170,8 +166,9 @@ def _train(
             return Ending("stopped", done, stop.signal_name or "asked to stop on another rank")
         if state.step >= job.train_steps:
             console.message(f"the run had finished at step {done} before; {_go_on_hint(job)}")
-            if eval_set:
-                console.message(f"held-out loss {evaluate(engine, parallel, eval_set):.4f}")
+            for name, batches in eval_sets:
+                loss = evaluate(engine, parallel, batches)
+                console.message(evaluation_line(EvalMetrics(done, loss, name), job.train_steps))
         if job.options.sample_tokens > 0:
             prompt, count = job.options.sample_prompt, job.options.sample_tokens
             console.message(f"sample:\n{sample_text(engine, job, data.tokenizer, prompt, count)}\n")

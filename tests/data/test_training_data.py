@@ -3,7 +3,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.data.training_data import TrainingData, load_data, split_documents
+from pipeline.data.document_sets import split_documents
+from pipeline.data.sources import one_source
+from pipeline.data.training_data import DataSettings, TrainingData, load_data
 from pipeline.job.problems import JobError
 
 
@@ -15,7 +17,7 @@ def test_split_is_a_partition_with_a_document_on_each_side(
     documents: int, fraction: float, held_out: int
 ) -> None:
     train, evaluation = split_documents(documents, fraction, seed=3)
-    assert sorted([*train, *evaluation]) == list(range(documents))
+    assert sorted([*train[np.arange(len(train))], *evaluation]) == list(range(documents))
     assert len(evaluation) == held_out
     assert len(train) >= 1
 
@@ -33,15 +35,8 @@ def test_a_single_document_cannot_be_split() -> None:
 def load(
     folder: Path, *, sequence_length: int = 16, fraction: float = 0.25, vocab_size: int = 257
 ) -> TrainingData:
-    return load_data(
-        [str(folder)],
-        folder / "cache",
-        sequence_length=sequence_length,
-        seed=1,
-        eval_fraction=fraction,
-        vocab_size=vocab_size,
-        report=lambda _: None,
-    )
+    settings = DataSettings(sequence_length, seed=1, eval_fraction=fraction, vocab_size=vocab_size)
+    return load_data(one_source([str(folder)]), folder / "cache", settings, lambda _: None)
 
 
 @pytest.fixture
@@ -57,9 +52,9 @@ def letters(tokens: np.ndarray) -> set[int]:
 
 def test_no_held_out_token_is_ever_trained_on(texts: Path) -> None:
     data = load(texts)
-    assert data.held_out is not None
+    (held_out,) = (each.dataset for each in data.evaluation)
     train = data.train.read(np.arange(4 * data.train.samples_per_epoch))
-    evaluation = data.held_out.read(np.arange(data.held_out.samples_per_epoch))
+    evaluation = held_out.read(np.arange(held_out.samples_per_epoch))
     assert letters(train.tokens).isdisjoint(letters(evaluation.tokens))
     assert len(letters(evaluation.tokens)) == 5
     assert letters(train.tokens) | letters(evaluation.tokens) == set(b"abcdefghijklmnopqrst")
@@ -67,7 +62,7 @@ def test_no_held_out_token_is_ever_trained_on(texts: Path) -> None:
 
 def test_nothing_is_held_out_when_asked(texts: Path) -> None:
     data = load(texts, fraction=0)
-    assert data.held_out is None
+    assert data.evaluation == ()
     assert data.train.num_documents == 20
     assert "held out: nothing" in data.summary()
 
@@ -80,10 +75,10 @@ def test_summary_names_sizes_the_tail_and_what_is_left_aside(texts: Path) -> Non
     said = "\n".join(data.summary())
     assert f"{data.train.num_tokens:,} tokens" in said
     assert f"{data.train.dropped_tokens:,} tokens of the tail dropped" in said
-    assert "skipped 2 files" in said
+    assert "skipped 2 documents" in said
     assert "bad.txt (not UTF-8 at byte 0)" in said
     assert "none.txt (empty)" in said
-    assert "left out 1 files of other kinds" in said
+    assert "left out 1 files of kinds that are not read" in said
 
 
 def test_less_text_than_one_sample_is_a_problem(texts: Path) -> None:
