@@ -138,6 +138,8 @@ class Blend:
             TokenError: ids beyond the vocabulary, or files that changed.
         """
         sources, own = self.locate(positions)
+        if not len(sources):
+            return replace(self._read(0, own), sources=sources)
         parts = {int(number): np.flatnonzero(sources == number) for number in np.unique(sources)}
         read = [self._read(number, own[rows]) for number, rows in parts.items()]
         if len(read) == 1:
