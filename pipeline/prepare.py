@@ -18,11 +18,13 @@ import tyro
 from pipeline.data.corpus import Corpus, data_problems, find_corpus
 from pipeline.data.input_kinds import token_prefix
 from pipeline.data.preparation import Progress, Rules, usual_workers, write_tokens
+from pipeline.data.remote_cache import RemoteCache
 from pipeline.data.token_file import open_token_file
 from pipeline.data.token_report import TokenReport
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.data.tokenizer_files import BESIDE_TOKENS, chosen_tokenizer, tokenizer_facts
 from pipeline.data.tokenizer_training import train_tokenizer
+from pipeline.job.option_ranges import cache_problems
 from pipeline.job.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem
 from pipeline.job.report import console, print_problems
 
@@ -48,6 +50,10 @@ class PrepareOptions:
     """stop: the first record that cannot be used ends it with a message; skip: they are counted."""
     workers: int | None = None
     """Processes that tokenize. None: one for each core, or one for a small input."""
+    cache_dir: str | None = None
+    """Folder for local copies of inputs at s3://, gs://, http:// and https:// addresses. None: PREFIX.remote."""
+    cache_size: float = 100.0
+    """Gigabytes that the copies may take; the least recently used ones make room."""
     inspect: bool = False
     """Print what is in the token files made, or in those given as inputs."""
 
@@ -98,6 +104,7 @@ def _problems(options: PrepareOptions) -> list[Problem]:
         problems.append(
             Problem("on_bad_record", options.on_bad_record, "is neither stop nor skip", "Correct it")
         )
+    problems += cache_problems(options.cache_size)
     if options.workers is not None and options.workers < 1:
         problems.append(Problem("workers", options.workers, "must be at least 1", "Raise --workers"))
     if options.train_tokenizer is not None and options.output is None:
@@ -114,7 +121,12 @@ def _problems(options: PrepareOptions) -> list[Problem]:
 
 
 def _prepare(options: PrepareOptions, prefix: str) -> None:
-    corpus = find_corpus(options.inputs)
+    folder = Path(options.cache_dir or f"{prefix}.remote")
+    with RemoteCache(folder, int(options.cache_size * 1e9), _say) as remote:
+        _prepare_local(options, prefix, find_corpus(remote.localize(options.inputs)))
+
+
+def _prepare_local(options: PrepareOptions, prefix: str, corpus: Corpus) -> None:
     if corpus.token_files:
         rule = "holds tokens already"
         raise JobError(

@@ -7,6 +7,7 @@
     .parquet                one document a row, in a column
     a saved `datasets` folder (save_to_disk), and hub:NAME[:SPLIT], a dataset of the hub
     PREFIX                  Megatron token files PREFIX.bin and PREFIX.idx, used as they are
+    s3://, gs://, http(s):// any of these in a remote store, replaced by local copies before it is listed here
     folders                 searched recursively for files of the first three kinds
 
 Hidden names and links to folders are not followed. Without `--data` the corpus is the source text of the
@@ -35,6 +36,7 @@ from pipeline.data.input_kinds import (
     kind_of,
     token_prefix,
 )
+from pipeline.data.remote import is_remote, remote_problem
 from pipeline.job.problems import JobError, Problem
 from pipeline.job.user_input import exists, is_file, is_folder
 
@@ -151,6 +153,8 @@ def _path_problem(name: str) -> Problem | None:
     path = Path(name)
     if is_hub_name(name):
         return hub_problem(name)
+    if is_remote(name):
+        return remote_problem(name)
     try:
         if token_prefix(name) is not None:
             return None
