@@ -51,7 +51,7 @@ class PrepareOptions:
     workers: int | None = None
     """Processes that tokenize. None: one for each core, or one for a small input."""
     cache_dir: str | None = None
-    """Folder for local copies of inputs at s3://, gs://, http:// and https:// addresses. None: PREFIX.remote."""
+    """Folder for local copies of inputs at s3://, gs:// and http(s):// addresses. None: PREFIX.remote."""
     cache_size: float = 100.0
     """Gigabytes that the copies may take; the least recently used ones make room."""
     inspect: bool = False

@@ -26,7 +26,8 @@ HIGHEST = 2**63 - 1
 SHARES = ("dropout", "eval_fraction")
 # Options that name something, and are not empty.
 NAMES = (
-    "deepspeed_config", "model", "data", "data_blend", "validation", "output_dir", "resume", "config",
+    "deepspeed_config", "model", "data", "data_blend", "validation", "cache_dir", "output_dir", "resume",
+    "config",
 )  # fmt: skip
 TEXTS = (*NAMES, "sample_prompt")
 
@@ -46,6 +47,7 @@ def option_problems(options: Options) -> list[Problem]:
             rule = "must be at least 0 and below 1"
             problems.append(Problem(name, value, rule, f"Correct --{name}"))
     problems += _text_problems(options)
+    problems += cache_problems(options.cache_size)
     if options.on_bad_record not in ("stop", "skip"):
         rule = "is neither stop nor skip"
         problems.append(Problem("on_bad_record", options.on_bad_record, rule, "Correct --on_bad_record"))
@@ -53,6 +55,14 @@ def option_problems(options: Options) -> list[Problem]:
         rule = "is neither auto, never nor an existing checkpoint"
         problems.append(Problem("resume", options.resume, rule, "Correct the path"))
     return problems
+
+
+def cache_problems(cache_size: float) -> list[Problem]:
+    """Whether no file would fit."""
+    if 0 < cache_size < float("inf"):
+        return []
+    rule = "must be above 0, in gigabytes"
+    return [Problem("cache_size", cache_size, rule, "Correct --cache_size")]
 
 
 def _text_problems(options: Options) -> Iterator[Problem]:

@@ -45,6 +45,11 @@ class Options:
     """The field of JSON lines, and the column of Parquet files and datasets, that holds the text."""
     on_bad_record: str = "stop"
     """stop: a record that cannot be used ends the run with a message; skip: it is left out and counted."""
+    cache_dir: str | None = None
+    """Folder, on a disk of each host, for copies of data at s3://, gs://, http:// and https:// addresses.
+    None: data/remote in output_dir."""
+    cache_size: float = 100.0
+    """Gigabytes that the copies may take; the least recently used ones make room."""
     seq_length: int | None = None
     """Tokens per sample. None: the model's usual training length."""
     document_mask: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +15,8 @@ from pipeline.cluster.rank_environment import RankEnvironment
 from pipeline.data.evaluation import eval_batches
 from pipeline.data.loader import BatchLoader
 from pipeline.data.preparation import Rules
-from pipeline.data.sources import training_sources, validation_sets
+from pipeline.data.remote_cache import RemoteCache
+from pipeline.data.sources import SourceSpec, training_sources, validation_sets
 from pipeline.data.training_data import DataSettings, TrainingData, load_data
 from pipeline.job.job import Job
 from pipeline.job.run_file import write_run_file
@@ -77,7 +79,8 @@ def run(job: Job, environment: RankEnvironment) -> Ending:
             log_interval=job.options.log_interval,
             resume_step=state.step,
         )
-        data = _data(job, state, console)
+        remote = _remote_cache(job, console)  # local copies are kept as long as it is open
+        data = _data(job, state, console, remote)
         start_distributed(job.world.device, environment.local_rank, GROUP_TIMEOUT)
         if rank == 0:
             write_run_file(job)
@@ -97,11 +100,21 @@ def run(job: Job, environment: RankEnvironment) -> Ending:
         finally:
             console.finish()
         stop_distributed()
+        remote.close()
     return ending
 
 
-def _data(job: Job, state: TrainState, console: Console) -> TrainingData:
+def _remote_cache(job: Job, console: Console) -> RemoteCache:
+    folder = job.options.cache_dir or Path(job.output_dir) / "data" / "remote"
+    return RemoteCache(Path(folder), int(job.options.cache_size * 1e9), console.message)
+
+
+def _data(job: Job, state: TrainState, console: Console, remote: RemoteCache) -> TrainingData:
     options = job.options
+
+    def local(specs: Sequence[SourceSpec]) -> list[SourceSpec]:
+        return [replace(spec, paths=remote.localize(spec.paths)) for spec in specs]
+
     settings = DataSettings(
         sequence_length=job.batch.sequence_length,
         seed=options.seed,
@@ -111,11 +124,11 @@ def _data(job: Job, state: TrainState, console: Console) -> TrainingData:
         mask_document_end=options.mask_document_end,
     )
     return load_data(
-        training_sources(options),
+        local(training_sources(options)),
         Path(job.output_dir) / "data",
         settings,
         console.message,
-        validation=validation_sets(options),
+        validation=local(validation_sets(options)),
         tokenizer_name=options.tokenizer,
         rules=Rules(options.text_field, options.on_bad_record),
         saved=state.data,
