@@ -150,6 +150,20 @@ class Blend:
         joined = (None if each[0] is None else np.concatenate(each)[rows] for each in columns)
         return Samples(*joined, sources=sources)  # type: ignore[arg-type]
 
+    def names(self, positions: Sequence[int] | np.ndarray) -> list[str]:
+        """Source and number of the samples at `positions`, such as ``books 12``; reads no tokens.
+
+        Raises:
+            ValueError: as `taken`.
+        """
+        sources, own = self.locate(positions)
+        names = np.empty(len(own), dtype=object)
+        for number in np.unique(sources).tolist():
+            rows = np.flatnonzero(sources == number)
+            source = self.sources[number]
+            names[rows] = [f"{source.name} {index}" for index in source.dataset.indices(own[rows]).tolist()]
+        return names.tolist()
+
     def _read(self, number: int, positions: np.ndarray) -> Samples:
         for file in self.sources[number].files:
             file.check()

@@ -153,6 +153,15 @@ class PackedDataset:
         indices = epochs * self.samples_per_epoch + numbers
         return Samples(tokens, num_labels, indices, documents if self._find_documents else None, counted)
 
+    def indices(self, positions: Sequence[int] | np.ndarray) -> np.ndarray:
+        """`Samples.indices` at `positions`, [positions] int64, without reading their tokens."""
+        epochs, places = np.divmod(np.asarray(positions, dtype=np.int64), self.samples_per_epoch)
+        numbers = np.empty_like(places)
+        for epoch in np.unique(epochs).tolist():
+            rows = np.flatnonzero(epochs == epoch)
+            numbers[rows] = self._epoch(epoch).samples(places[rows])
+        return epochs * self.samples_per_epoch + numbers
+
     def _make_epoch(self, epoch: int) -> _Epoch:
         return _Epoch(
             self._indexes.order(epoch),

@@ -74,6 +74,8 @@ class Options:
     """Steps between checkpoints; the last step always saves. None or 0: only the last."""
     log_interval: int = 10
     """Steps between lines on the console; metrics.jsonl has every step."""
+    log_samples: bool = False
+    """Write samples.jsonl: the samples of every step, by source and number."""
     output_dir: str | None = None
     """Folder of the run. None: runs/<model name>."""
     resume: str = "auto"

@@ -130,7 +130,7 @@ RULES: tuple[Rule, ...] = (
          "the schedule depends on it", _derived("run length")),
     Rule("one run length", "train_steps and train_tokens exclude each other",
          "a length is said once", training.one_length),
-    Rule("evaluation", "Evaluation needs held-out documents beside those to train on",
+    Rule("evaluation", "Evaluation needs validation sets, or held-out documents beside those to train on",
          "training data is no test", training.evaluation),
     Rule("sample", "A sample needs a prompt", "the model continues something", training.prompt),
     Rule("output folder", "A folder that holds a run takes that model, data, sequence length and seed only; "

@@ -33,9 +33,11 @@ from pipeline.training.metrics import EvalMetrics, MetricsFile, MetricsSink, Spe
 from pipeline.training.monitors import Monitors
 from pipeline.training.quiet import captured_stdout
 from pipeline.training.sample import sample_text
+from pipeline.training.sample_log import SampleLog
 from pipeline.training.signals import StopRequest
 
 METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
 TOKENIZER_FOLDER = "tokenizer"
 # How long a collective waits for other ranks: longer than the slowest save.
 GROUP_TIMEOUT = timedelta(minutes=30)
@@ -152,7 +154,7 @@ def _train(
     with contextlib.ExitStack() as stack:
         loader = BatchLoader(data.train, job.batch, here.data, mesh.data, start=state.consumed_samples)
         stack.enter_context(loader)
-        files, monitors = _sinks(job, parallel, state, stack, console)
+        files, monitors = _sinks(job, parallel, data, state, stack, console)
 
         def save(state: TrainState) -> None:
             for file in files:
@@ -190,19 +192,29 @@ def _train(
 
 
 def _sinks(
-    job: Job, parallel: Parallel, state: TrainState, stack: contextlib.ExitStack, console: Console
-) -> tuple[list[MetricsFile], list[MetricsSink]]:
-    """Rank 0's metrics file and monitors; none on other ranks."""
+    job: Job,
+    parallel: Parallel,
+    data: TrainingData,
+    state: TrainState,
+    stack: contextlib.ExitStack,
+    console: Console,
+) -> tuple[list[MetricsFile | SampleLog], list[MetricsSink]]:
+    """Rank 0's files and monitors; none on other ranks."""
     if parallel.rank != 0:
         return [], []
     file = stack.enter_context(MetricsFile(Path(job.output_dir) / METRICS_FILE, state.step))
     if file.missing_steps:
         console.message(f"{METRICS_FILE} lacks {file.missing_steps} of the steps before this start")
+    files: list[MetricsFile | SampleLog] = [file]
+    if job.options.log_samples:
+        path = Path(job.output_dir) / SAMPLES_FILE
+        files.append(SampleLog(path, data.train, job.batch.train_batch_size, state))
+        stack.callback(files[-1].close)
     if not job.monitors:
-        return [file], []
+        return files, []
     monitors = Monitors(job.monitors, state.step)
     stack.callback(monitors.close)
-    return [file], [monitors]
+    return files, [monitors]
 
 
 def _speedometer(job: Job) -> Speedometer:

@@ -1,0 +1,69 @@
+"""samples.jsonl: which samples each step was taken with, for whoever must be able to say so later. No torch.
+
+One object per step: ``{"step": 3, "first": 16, "samples": ["books 12", "code 7", ...]}``. `first` is the
+position in the order, and a sample is its source's name and its number there, epoch * samples per epoch +
+number in the epoch. The lines of a run that was stopped and resumed are those of a run that was not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.checkpoints.folder import TrainState
+from pipeline.data.blend import Blend
+from pipeline.training.atomic_file import replaced_atomically
+from pipeline.training.metrics import EvalMetrics, StepMetrics
+
+
+class SampleLog:
+    """A metrics sink of rank 0 that writes samples instead of numbers.
+
+    Args:
+        path: The file; lines of steps after `state` are removed, and a last one that a crash left torn.
+        blend: The order. Its tokens are not read.
+        batch_size: Samples per step of the whole job.
+        state: Where the run starts or goes on.
+
+    Raises:
+        OSError: the file cannot be read or written.
+        ValueError: a line other than the last is no object of this kind.
+    """
+
+    def __init__(self, path: Path, blend: Blend, batch_size: int, state: TrainState) -> None:
+        self._blend, self._batch_size, self._start = blend, batch_size, state
+        if path.exists():
+            _trim(path, state.step)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab")
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Write the samples of this step, which are known from its number."""
+        first = self._start.consumed_samples + (metrics.step - self._start.step - 1) * self._batch_size
+        names = self._blend.names(np.arange(first, first + self._batch_size))
+        self._file.write(
+            json.dumps({"step": metrics.step, "first": first, "samples": names}).encode() + b"\n"
+        )
+        self._file.flush()
+
+    def evaluation(self, metrics: EvalMetrics) -> None:
+        """Evaluation reads the same samples each time."""
+
+    def sync(self) -> None:
+        """Return once every line so far is on the disk."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _trim(path: Path, last_step: int) -> None:
+    with path.open("rb") as old, replaced_atomically(path) as new:
+        for line in old:
+            if not line.endswith(b"\n"):
+                return
+            if json.loads(line)["step"] <= last_step:
+                new.write(line)
