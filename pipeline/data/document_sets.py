@@ -43,22 +43,23 @@ class AllBut:
         return numbers + np.searchsorted(self._places, numbers, side="right")
 
 
-def split_documents(num_documents: int, eval_fraction: float, seed: int) -> tuple[AllBut, np.ndarray]:
+def split_documents(
+    num_documents: int, eval_fraction: float, seed: int, name: str = "the data"
+) -> tuple[AllBut, np.ndarray]:
     """The training documents and, ascending, the held-out ones.
 
     A document is never on both sides. The held-out side has `eval_fraction` of the documents, rounded,
     but at least one, and leaves at least one to train on. It does not depend on epoch or layout.
 
     Raises:
-        JobError: fewer than two documents, where something is to be held out.
+        JobError: fewer than two documents, where something is to be held out of what is called `name`.
     """
     if eval_fraction == 0:
         return AllBut(num_documents, np.arange(0)), np.arange(0)
     if num_documents < 2:
-        rule = "documents are held out whole, and the data is a single document"
-        raise JobError(
-            [Problem("eval_fraction", eval_fraction, rule, "Set it to 0, or give the data in several files")]
-        )
+        rule = f"documents are held out whole, and {name} is a single document"
+        remedy = "Set it to 0, or give the data in several files"
+        raise JobError([Problem("eval_fraction", eval_fraction, rule, remedy)])
     count = min(max(round(num_documents * eval_fraction), 1), num_documents - 1)
     held_out = np.sort(Order(num_documents, seed, "held out")(np.arange(count)))
     return AllBut(num_documents, held_out), held_out

@@ -109,12 +109,17 @@ def source_problems(options: Options) -> Iterator[Problem]:
             yield from data_problems(spec.paths)
 
 
-def training_paths(options: Options) -> tuple[str, ...]:
-    """Paths of all training sources; none where their description is wrong, which is reported elsewhere."""
+def known_sources(options: Options) -> tuple[SourceSpec, ...]:
+    """The training sources; none where their description is wrong, which `source_problems` says."""
     try:
-        return tuple(path for source in training_sources(options) for path in source.paths)
+        return training_sources(options)
     except JobError:
         return ()
+
+
+def training_paths(options: Options) -> tuple[str, ...]:
+    """Paths of all training sources."""
+    return tuple(path for source in known_sources(options) for path in source.paths)
 
 
 def _weighted(entry: str) -> tuple[str, Fraction] | None:

@@ -191,7 +191,8 @@ class _Packer:
             JobError: there is not one sample, or not two documents to split.
         """
         file, settings = opened.token_file, self.settings
-        train, held_out = split_documents(file.num_documents, settings.eval_fraction, settings.seed)
+        fraction, name = settings.eval_fraction, opened.spec.name
+        train, held_out = split_documents(file.num_documents, fraction, settings.seed, name)
         source = Source(
             opened.spec.name,
             opened.spec.weight,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from pipeline.data.input_kinds import kind_of, token_prefix
-from pipeline.data.sources import source_problems
+from pipeline.data.sources import known_sources, source_problems
 from pipeline.job.facts import Facts
 from pipeline.job.monitors import MONITORS
 from pipeline.job.problems import Problem
@@ -104,8 +104,10 @@ def evaluation(f: Facts) -> Iterable[Problem]:
         yield Problem(
             "validation", " ".join(f.options.validation), rule, "Raise --eval_samples, or leave it out"
         )
-    elif fraction > 0 and f.options.eval_samples > 0 and _one_text(f.options.data):
-        rule = "documents are held out whole, and the data is a single document"
+    elif fraction > 0 and (
+        single := [each.name for each in known_sources(f.options) if _one_text(each.paths)]
+    ):
+        rule = f"documents are held out whole, and {', '.join(single)} is a single document"
         yield Problem("eval_samples", f.options.eval_samples, rule, "Give 0, or the data in several files")
 
 

@@ -132,8 +132,15 @@ CASES: list[tuple[str, dict[str, Any], tuple, dict[str, Any], str, str]] = [
     ("sample", {}, ((2,), CPU), {"sample_prompt": ""}, "sample_prompt", "at least one character"),
     ("data", {}, ((2,), CPU), {"data": ("/no/such/file",)}, "data", "does not exist"),
     ("data", {}, ((2,), CPU), {"data": (str(Path(__file__).parents[2] / "ds_configs" / "zero1.json"),)},
-     "data", "suffix .json is not one of plain text"),
-    ("evaluation", {}, ((2,), CPU), {"data": (__file__,)}, "eval_samples", "the data is a single document"),
+     "data", "suffix .json is not one of those that are read"),
+    ("evaluation", {}, ((2,), CPU), {"data": (__file__,)}, "eval_samples", "is a single document"),
+    ("evaluation", {}, ((2,), CPU), {"data": (f"{__file__}=0.5", f"{Path(__file__).parent}=0.5")},
+     "eval_samples", "test_rules.py is a single document"),
+    ("evaluation", {}, ((2,), CPU), {"validation": ("a=b",), "eval_samples": 0},
+     "validation", "does nothing"),
+    ("data", {}, ((2,), CPU), {"data": ("a=0.5", "b=0.4")}, "data", "add up to 0.9, not 1"),
+    ("data", {}, ((2,), CPU), {"data_blend": "/no/such.json"}, "data_blend", "there is no such file"),
+    ("data", {}, ((2,), CPU), {"validation": ("exam",)}, "validation", "is not NAME=PATH"),
 ]  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from pipeline.training.console import (
     NullConsole,
     PlainConsole,
     duration,
+    evaluation_line,
     make_console,
     printable,
 )
@@ -49,6 +50,10 @@ def metrics(
         data_time=0.01,
         skipped=skipped,
     )
+
+
+def test_a_named_set_is_named():
+    assert evaluation_line(EvalMetrics(3, 1.75, "books"), 20) == "step  3/20 | held-out loss on books 1.7500"
 
 
 def run(console, steps: range, **fields: object) -> None:

@@ -71,6 +71,21 @@ def test_each_line_can_be_read_before_the_file_is_closed(tmp_path):
     file.close()
 
 
+def test_evaluations_of_named_sets_stand_beside_each_other_and_outlive_a_resume(tmp_path):
+    with MetricsFile(tmp_path / "metrics.jsonl") as file:
+        for step in (1, 2):
+            file.step(metrics(step))
+            for name in ("books", "code"):
+                file.evaluation(EvalMetrics(step, 2.0, name))
+        with pytest.raises(ValueError, match="eval code metrics of step 2 after those of 2"):
+            file.evaluation(EvalMetrics(2, 2.0, "code"))
+    with MetricsFile(tmp_path / "metrics.jsonl", resume_step=1) as file:
+        assert [line.get("name") for line in read(file.path)] == [None, "books", "code"]
+        assert read(file.path)[1] == {"step": 1, "eval_loss": 2.0, "name": "books"}
+        file.step(metrics(2))
+        file.evaluation(EvalMetrics(2, 2.0, "books"))
+
+
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_nonfinite_values_are_null_and_named(value):
     def refuse(constant: str) -> None:

@@ -41,6 +41,7 @@ JOB = """
             monitors.step(StepMetrics(step, loss, 1.5, 1e-3, 64 * step, 0.5, 128.0, 2.0, None, 0.0, skipped))
             if step % 2 == 0:
                 monitors.evaluation(EvalMetrics(step, loss + 0.25))
+                monitors.evaluation(EvalMetrics(step, loss + 0.5, "books"))
         monitors.close()
 
     train(1, 6, offset=100.0)
@@ -96,7 +97,10 @@ def table(path: Path) -> tuple[list[str], dict[int, float]]:
 
 def test_csv_has_one_header_and_one_row_per_step(folder):
     files = folder / "run/csv_monitor/job"
-    assert {path.name for path in files.iterdir()} == {f"train_{n}.csv" for n in NAMES} | {"eval_loss.csv"}
+    assert {path.name for path in files.iterdir()} == {f"train_{n}.csv" for n in NAMES} | {
+        "eval_loss.csv",
+        "eval_books_loss.csv",
+    }
     assert table(files / "train_loss.csv") == (["step", "loss"], LOSSES)
     assert table(files / "eval_loss.csv") == (["step", "loss"], EVAL_LOSSES)
     assert table(files / "train_skipped.csv")[1] == {step: float(step == 3) for step in LOSSES}
@@ -108,9 +112,13 @@ def test_tensorboard_shows_each_step_once(folder):
 
     events = EventAccumulator(str(folder / "run/tensorboard/job"), {"scalars": 0})
     events.Reload()
-    assert set(events.Tags()["scalars"]) == {f"train/{name}" for name in NAMES} | {"eval/loss"}
+    assert set(events.Tags()["scalars"]) == {f"train/{name}" for name in NAMES} | {
+        "eval/loss",
+        "eval/books/loss",
+    }
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == list(LOSSES.items())
     assert [(e.step, e.value) for e in events.Scalars("eval/loss")] == list(EVAL_LOSSES.items())
+    assert events.Scalars("eval/books/loss")[-1].value == 208.5
 
 
 def test_wandb_is_called_with_the_projects_names_and_the_losses(folder):
