@@ -263,7 +263,8 @@ def _finished(prefix: str, identity: str) -> dict[str, Any] | None:
 
 
 def _bad_text(file: InputFile, reason: str) -> Problem:
-    return Problem("data", file.path, f"is {reason}", "Convert it to UTF-8, or leave it out (--on_bad_record skip)")
+    remedy = "Convert it to UTF-8, or leave it out (--on_bad_record skip)"
+    return Problem("data", file.path, f"is {reason}", remedy)
 
 
 def _bad_record(name: str, reason: str) -> Problem:

@@ -160,7 +160,10 @@ def _train(
             for file in files:
                 file.sync()  # the lines up to a checkpoint must outlive the host as it does
             state = replace(state, data=data.order.progress(state.consumed_samples))
-            console.message(f"saved {save_checkpoint(engine, job, state)}")
+            path = save_checkpoint(engine, job, state)
+            if parallel.rank == 0:
+                data.tokenizer.save(path / TOKENIZER_FOLDER)  # so that a checkpoint can go elsewhere alone
+            console.message(f"saved {path}")
 
         loop = Loop(
             job=job,

@@ -73,6 +73,7 @@ def test_three_files_one_tokenizer_one_blend(shop: Workshop) -> None:
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-5)
 
     saved = folder / "whole/tokenizer"
+    assert load_tokenizer(str(shop.latest("parts") / "tokenizer")).identity == load_tokenizer(bpe).identity
     ours, theirs = load_tokenizer(str(saved)), AutoTokenizer.from_pretrained(saved)
     assert ours.identity == load_tokenizer(bpe).identity
     assert theirs("one reads")["input_ids"] == ours.encode("one reads").tolist()
