@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import socketserver
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,12 +16,15 @@ from urllib.parse import urlsplit
 import fsspec
 import pytest
 
+from pipeline import prepare
 from pipeline.data import remote_cache
 from pipeline.data.corpus import data_problems, find_corpus
 from pipeline.data.remote import RemoteStore, is_remote, remote_problem
 from pipeline.data.remote_cache import RemoteCache
+from pipeline.data.token_file import open_token_file
 from pipeline.job.problems import JobError
 
+PROJECT = Path(__file__).resolve().parents[2]
 SECRET = "hush-hush-secret-key"
 CONTENT = bytes(range(256)) * 4096  # one megabyte
 
@@ -365,6 +370,29 @@ def test_next_start_continues_a_download(web: Web, tmp_path: Path, monkeypatch: 
     assert not part.exists() and not list(tmp_path.rglob("*.part*"))
 
 
+def test_killed_download_continues_from_what_is_on_the_disk(web: Web, tmp_path: Path):
+    web.files["/a.txt"] = CONTENT
+    script = f"""
+import os
+from pathlib import Path
+from pipeline.data import remote, remote_cache
+remote_cache._CHECKPOINT, remote._STREAM_BLOCK = 100_000, 10_000
+class Killed(remote.RemoteStore):
+    def blocks(self, wanted, begin):
+        for number, block in enumerate(super().blocks(wanted, begin)):
+            if number == 55:
+                os.kill(os.getpid(), 9)
+            yield block
+cache = remote_cache.RemoteCache(Path({str(tmp_path)!r}), 10**9, print, Killed(print))
+cache.localize([{web.url("/a.txt")!r}])
+"""
+    assert subprocess.run([sys.executable, "-c", script], cwd=PROJECT, check=False).returncode == -9
+    web.requests = []
+    assert Cache(tmp_path).one(web.url("/a.txt")).read_bytes() == CONTENT
+    (wanted,) = web.gets()
+    assert wanted is not None and 500_000 <= int(wanted[6:-1]) <= 550_000
+
+
 @pytest.mark.parametrize("damage", ["content", "note", "shorter"])
 def test_damaged_beginning_is_loaded_again(
     web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
@@ -471,6 +499,27 @@ def test_names_cannot_leave_the_cache(memory: fsspec.AbstractFileSystem, tmp_pat
     folder = tmp_path / "cache"
     path = Cache(folder).one("memory://x/../../up.txt")
     assert path.read_bytes() == b"up" and path.resolve().is_relative_to(folder.resolve())
+
+
+def test_prepare_takes_addresses(web: Web, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    web.files["/a.jsonl"] = b'{"text": "one"}\n{"text": "two"}\n'
+    prefix = tmp_path / "tokens"
+    assert prepare.main([web.url("/a.jsonl"), "--output", str(prefix), "--workers", "1"]) == 0
+    tokens = open_token_file(str(prefix))
+    assert bytes(tokens.tokens[:3].astype("u1")) == b"one" and tokens.num_documents == 2
+    assert (tmp_path / "tokens.remote").is_dir()
+    assert prepare.main([web.url("/none.jsonl"), "--output", str(tmp_path / "other")]) == 2
+    assert web.url("/none.jsonl") in capsys.readouterr().err.replace("\n", "")
+
+
+def test_token_files_train_from_an_address(memory: fsspec.AbstractFileSystem, tmp_path: Path):
+    (tmp_path / "a.txt").write_text("some text", encoding="utf-8")
+    assert prepare.main([str(tmp_path / "a.txt"), "--output", str(tmp_path / "tok"), "--workers", "1"]) == 0
+    for suffix in ("bin", "idx", "json"):
+        memory.pipe(f"/data/tok.{suffix}", (tmp_path / f"tok.{suffix}").read_bytes())
+    local = Cache(tmp_path / "cache").one("memory://data/tok")
+    assert find_corpus([str(local)]).token_files == (str(local),)
+    assert open_token_file(str(local)).fingerprint == open_token_file(str(tmp_path / "tok")).fingerprint
 
 
 def test_entry_tells_no_query(web: Web, tmp_path: Path):
