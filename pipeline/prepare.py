@@ -6,6 +6,7 @@ interrupted, the same command continues.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -78,6 +79,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except JobError as error:
         print_problems(console(stderr=True), error.problems)
         return EXIT_WRONG_JOB
+    except BrokenPipeError:
+        # Who reads the output, `head` say, has enough. Nothing may be written at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
     except KeyboardInterrupt:
         print("\ninterrupted; the same command continues", file=sys.stderr)
         return EXIT_FAILED

@@ -135,7 +135,7 @@ def write_tokens(
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        rule = "the disk is full; what is written so far is kept"
+        rule = "the disk is full; what was safely written before is kept"
         remedy = "Free some space and start again, which continues; or write elsewhere"
         raise JobError([Problem("output", prefix, rule, remedy)]) from error
     except BrokenProcessPool as error:

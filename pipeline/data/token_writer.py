@@ -118,6 +118,8 @@ class TokenWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if not self.paths["progress.json"].exists():
+            self.discard()  # nothing is known to be on the disk, so there is nothing to continue
         self._files.close()
 
     def write(self, tokens: np.ndarray, lengths: Sequence[int], closed: bool) -> None:
