@@ -8,6 +8,7 @@ import socketserver
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -41,7 +42,6 @@ class Web(ThreadingHTTPServer):
         self.ranges, self.versions = True, True
         self.cut_after: list[int] = []  # bytes of each further GET before the connection breaks
         self.refusals = 0  # how many further requests get a 503
-        self.sent = 0
 
     def url(self, path: str) -> str:
         return f"http://127.0.0.1:{self.server_port}{path}"
@@ -81,12 +81,13 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("ETag", f'"{hashlib.sha1(content).hexdigest()}"')
         self.end_headers()
         if body:
-            part = content[begin:]
-            if server.cut_after:
-                part = part[: server.cut_after.pop(0)]
+            cut = server.cut_after.pop(0) if server.cut_after else None
+            self.wfile.write(content[begin:][:cut])
+            if cut is not None:
+                self.wfile.flush()
+                # A client that sees the end first forgets what it has not read yet.
+                time.sleep(0.3 if cut else 0.0)
                 self.close_connection = True
-            self.wfile.write(part)
-            server.sent += len(part)
 
     def log_message(self, *args: object) -> None:
         pass
@@ -355,7 +356,7 @@ def interrupted(web: Web, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     """A download that got to 600,000 bytes, and was given up: its .part file."""
     web.files["/a.txt"], web.cut_after = CONTENT, [600_000, 0, 0, 0, 0, 0]
     refused(Cache(folder), web.url("/a.txt"))
-    web.cut_after, web.requests, web.sent = [], [], 0
+    web.cut_after, web.requests = [], []
     (part,) = folder.rglob("a.txt.part")
     return part
 
