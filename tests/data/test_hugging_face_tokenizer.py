@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.check import main as check
 from pipeline.data.corpus import find_corpus
 from pipeline.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from pipeline.data.preparation import Rules
@@ -191,3 +192,14 @@ def test_the_check_needs_no_tokenizers_library(bpe: Path) -> None:
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_check_refuses_what_the_run_would(bpe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(["--world_size", "1", "--tokenizer", "nowhere", "--on_bad_record", "ignore"]) == 2
+    said = " ".join(capsys.readouterr().out.split())
+    assert "tokenizer = 'nowhere': is neither bytes nor a folder" in said
+    assert "on_bad_record = 'ignore': is neither stop nor skip" in said
+    assert check(["--world_size", "1", "--tokenizer", str(bpe), "--model", "tiny"]) == 2
+    said = " ".join(capsys.readouterr().out.split())
+    assert "tiny has 257 token ids, and the tokenizer" in said
+    assert "needs 300" in said
