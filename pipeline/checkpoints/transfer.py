@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 
 import torch.distributed as dist
 
 from pipeline.checkpoints.folder import (
+    PARTIAL,
     Checkpoint,
     TrainState,
     point_latest,
+    publish,
+    remove_partial,
     tag_of,
     write_manifest,
 )
 from pipeline.job.job import Job
 from pipeline.job.run_file import CHECKPOINTS
+from pipeline.training.atomic_file import sync_files
 from pipeline.training.engine import TrainEngine
 
 STATE_KEY = "train_state"
@@ -32,13 +37,21 @@ def save_checkpoint(engine: TrainEngine, job: Job, state: TrainState) -> Path:
     """
     folder = Path(job.output_dir) / CHECKPOINTS
     tag = tag_of(state.step)
+    draft = f"{tag}{DRAFT}"
+    if engine.parallel.rank == 0:
+        # What a save left that failed, in another layout perhaps: DeepSpeed reads every file that it finds.
+        shutil.rmtree(folder / draft, ignore_errors=True)
+    dist.barrier()
     engine.deepspeed.save_checkpoint(
-        str(folder), tag=tag, client_state={STATE_KEY: asdict(state)}, save_latest=False
+        str(folder), tag=draft, client_state={STATE_KEY: asdict(state)}, save_latest=False
     )
     dist.barrier()  # every shard is written
+    if engine.deepspeed.local_rank == 0:
+        sync_files(folder / draft)
+    dist.barrier()  # and on the disk, from every host
     if engine.parallel.rank == 0:
-        write_manifest(job, state, folder / tag)
-        point_latest(folder, tag)
+        write_manifest(job, state, folder / draft)
+        publish(folder, draft, tag)
     dist.barrier()  # nobody goes on, and perhaps exits, before the checkpoint counts
     return folder / tag
 
@@ -61,4 +74,11 @@ def load_checkpoint(engine: TrainEngine, checkpoint: Checkpoint) -> TrainState:
             f"its manifest says {checkpoint.state}"
         )
     engine.step = state.step
+    if hasattr(engine.deepspeed.optimizer, "clip_grad"):
+        # DeepSpeed's optimizers bring theirs from the checkpoint; the JSON may have changed since.
+        engine.deepspeed.optimizer.clip_grad = engine.job.gradient_clipping
+    own = Path(engine.job.output_dir) / CHECKPOINTS
+    if engine.parallel.rank == 0 and own.resolve() == checkpoint.folder.resolve():
+        # Where a run went back to an earlier checkpoint, the later ones no longer belong to it.
+        point_latest(checkpoint.folder, checkpoint.tag)
     return state

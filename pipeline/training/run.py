@@ -19,7 +19,7 @@ from pipeline.job.job import Job
 from pipeline.job.problems import JobError, Problem
 from pipeline.job.run_file import write_run_file
 from pipeline.parallel.context import Parallel
-from pipeline.training.agreement import agree_on_data
+from pipeline.training.agreement import agree_on_start
 from pipeline.training.build import build_engine
 from pipeline.training.console import Console, make_console
 from pipeline.training.devices import peak_tflops
@@ -79,14 +79,14 @@ def run(job: Job, environment: RankEnvironment) -> Ending:
         data = _data(job, console)
         state = _same_data(state, data, checkpoint)
         start_distributed(job.world.device, environment.local_rank, GROUP_TIMEOUT)
-        if rank == 0:
-            write_run_file(job)
         parallel = Parallel.create(job.mesh, GROUP_TIMEOUT)
-        agree_on_data(parallel, data.fingerprint)
+        agree_on_start(parallel, data.fingerprint, state.step)
         with captured_stdout():
             engine = build_engine(job, parallel)
         if checkpoint:
             load_checkpoint(engine, checkpoint)
+        if rank == 0:
+            write_run_file(job)  # only now: the folder belongs to a job that could be built
         resumed = f"resumed from {checkpoint.path}" if checkpoint else "starting at step 0"
         console.start([*data.summary(), *parallelism(job), resumed])
         try:
@@ -169,13 +169,13 @@ def _train(
             console.message(f"stopped after step {done} of {job.train_steps}; {_resume_hint(job)}")
             return Ending("stopped", done, stop.signal_name or "asked to stop on another rank")
         if state.step >= job.train_steps:
-            console.message(f"the run had finished at step {done} before; {_go_on_hint(job)}")
+            console.message(f"the run had finished at step {done} before; {_go_on_hint(job, done)}")
             if eval_set:
                 console.message(f"held-out loss {evaluate(engine, parallel, eval_set):.4f}")
         if job.options.sample_tokens > 0:
             prompt, count = job.options.sample_prompt, job.options.sample_tokens
             console.message(f"sample:\n{sample_text(engine, job, data.tokenizer, prompt, count)}\n")
-        console.message(f"finished {done} steps; {_go_on_hint(job)}")
+        console.message(f"finished {done} steps; {_go_on_hint(job, done)}")
     return Ending("finished", done, "")
 
 
@@ -229,8 +229,8 @@ def _resume_hint(job: Job) -> str:
     return f"to resume: ./launch.sh --config {job.output_dir}/run.json --output_dir {job.output_dir}"
 
 
-def _go_on_hint(job: Job) -> str:
+def _go_on_hint(job: Job, done: int) -> str:
     return (
         f"to train on: ./launch.sh --config {job.output_dir}/run.json --output_dir {job.output_dir} "
-        f"--train_steps {2 * job.train_steps}"
+        f"--train_steps {2 * done}"
     )
