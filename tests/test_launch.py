@@ -86,6 +86,14 @@ def test_a_wrong_job_starts_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "train_steps" in printed
 
 
+def test_the_dict_for_deepspeed_is_printed_before_the_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(launch, "run_launch", lambda *_: 0)
+    assert launch.main(["--print_config", "--output_dir", str(tmp_path)]) == 0
+    assert '"train_micro_batch_size_per_gpu"' in capsys.readouterr().out
+
+
 # The launcher's command line ---------------------------------------------------------------------------
 
 

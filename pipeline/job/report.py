@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
+from io import TextIOWrapper
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -23,6 +25,10 @@ PIPED_WIDTH = 110
 
 def console(stderr: bool = False) -> Console:
     """Colours on a terminal; plain text of a fixed width in a pipe or file."""
+    stream = sys.stderr if stderr else sys.stdout
+    if isinstance(stream, TextIOWrapper):
+        # A file name that the terminal's encoding lacks must not end the program.
+        stream.reconfigure(errors="backslashreplace")
     made = Console(stderr=stderr, highlight=False)
     return made if made.is_terminal else Console(stderr=stderr, highlight=False, width=PIPED_WIDTH)
 
