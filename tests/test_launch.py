@@ -373,6 +373,16 @@ def run_launch_sh(tmp_path: Path, pythons: dict[str, str]) -> subprocess.Complet
     return subprocess.run(line, env={"PATH": str(tools)}, capture_output=True, text=True, check=False)
 
 
+def test_another_projects_pipeline_in_the_current_folder_is_not_taken(tmp_path: Path) -> None:
+    (tmp_path / "pipeline").mkdir()
+    (tmp_path / "pipeline" / "__init__.py").write_text("raise SystemExit(77)")
+    last_line = (ROOT / "launch.sh").read_text(encoding="utf-8").splitlines()[-1]
+    script = f"root={ROOT}\n{last_line.replace('$root/.venv/bin/python', sys.executable)}"
+    line = ["bash", "-c", script, "launch.sh", "--train_steps", "0"]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2 and "train_steps = 0" in done.stderr
+
+
 OLD_PYTHON = 'if [ "$1" = -V ]; then echo Python 3.9.1; else exit 1; fi'
 NO_VENV_PYTHON = 'case "$*" in *ensurepip*) exit 1;; esac'
 

@@ -9,6 +9,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+
+if __name__ == "__main__":
+    # A script's own folder comes first on sys.path; the package is two above.
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from pipeline.check import check, print_draft, read_arguments
 from pipeline.cluster.launcher_command import plan_launch
