@@ -56,7 +56,10 @@ class Clock:
         self._wait()
 
     def _wait(self) -> None:
-        self._wanted, self._losses = self._connection.recv(), []
+        try:
+            self._wanted, self._losses = self._connection.recv(), []
+        except (EOFError, ConnectionResetError):  # the parent was ended
+            self._wanted = 0
         if self._wanted == 0:
             raise Finished
         self._begin = time.perf_counter()
@@ -108,7 +111,9 @@ class WorkerGroup:
                 environment = RankEnvironment(rank, world_size, rank, world_size, LOOPBACK, port)
                 ours, theirs = context.Pipe()
                 arguments = (work, argument, environment, theirs, device, threads)
-                process = context.Process(target=_rank_main, args=arguments, name=f"{name} rank {rank}")
+                process = context.Process(
+                    target=_rank_main, args=arguments, name=f"{name} rank {rank}", daemon=True
+                )
                 process.start()
                 theirs.close()
                 self._connections.append(ours)
