@@ -72,6 +72,14 @@ def test_a_time_that_never_comes_is_refused(value: str) -> None:
         split_arguments(["--stop_timeout", value])
 
 
+@pytest.mark.parametrize("value", ["", "h1 h2", "h1;id", "-x"])
+def test_an_address_that_a_shell_would_read_is_refused(value: str) -> None:
+    with pytest.raises(JobError, match="master_addr"):
+        split_arguments([f"--master_addr={value}"])
+    for good in ("h1.example.org", "10.0.0.1", "fe80::1"):
+        assert split_arguments(["--master_addr", good])[0].master_addr == good
+
+
 def test_a_place_below_the_first_host_is_refused() -> None:
     with pytest.raises(JobError, match="hosts are counted from 0"):
         split_arguments("--no_ssh --node_rank -1 --master_addr h1".split())

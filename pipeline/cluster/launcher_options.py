@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pipeline.cluster.hostfile import host_name_rule
 from pipeline.job.problems import JobError, Problem
 
 LAUNCHERS = ("pdsh", "openmpi", "mpich", "impi", "mvapich", "slurm")
@@ -91,6 +92,9 @@ def _problems(options: LauncherOptions) -> list[Problem]:
         port = getattr(options, key)
         if port is not None and not 1 <= port <= 65535:
             problems.append(Problem(key, port, "a port is from 1 to 65535", "Give another port"))
+    # host_name_rule knows no IPv6; its colons are as harmless as letters.
+    if options.master_addr is not None and (rule := host_name_rule(options.master_addr.replace(":", ""))):
+        problems.append(Problem("master_addr", options.master_addr, rule, "Give a host's name or address"))
     if not 0 < options.stop_timeout < math.inf:  # nor is NaN a time
         rule = "must be a number of seconds above 0"
         problems.append(Problem("stop_timeout", options.stop_timeout, rule, "Give a number of seconds"))

@@ -24,6 +24,8 @@ def deepspeed_dict(
       the fp32 sums of bf16 weights before it adds those of other ranks.
     - comms_logger only where it is on: DeepSpeed takes the block itself for "enabled".
     - No optimizer and no scheduler: both are built here.
+    - No monitors: the engines would write what they know, a loss scaled for their own averaging, the rate of
+      the next step, samples counted once per sequence rank. The job feeds the monitors its own numbers.
     - Whole activations between pipeline stages: partitioned ones need tensors that divide by the tensor
       size, and tensor peers hold equal ones anyway.
     - No tensor_parallel and no sequence_parallel_size: these would start DeepSpeed's own slicing.
