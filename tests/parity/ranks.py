@@ -82,12 +82,12 @@ def train_rank(case: Case, job: Job, mutate: Mutation | None = None) -> RankRun:
     start_distributed("cpu", 0, TIMEOUT)
     parallel = Parallel.create(job.mesh, TIMEOUT)
     engine = build_engine(job, parallel)
-    run = RankRun(parallel.coordinates, weights=[_slices(engine)])
+    run = RankRun(parallel.coordinates, weights=[slices(engine)])
     for step in range(STEPS):
         share = micro_batches(case, step, parallel.coordinates.data)
         run.steps.append(engine.train_step(share, _num_tokens(case, step)))
         if step in (0, STEPS - 1):
-            run.weights.append(_slices(engine))
+            run.weights.append(slices(engine))
     run.copies = _copies(engine)
     run.eval_loss = engine.eval_step(share, _num_tokens(case, STEPS - 1))
     run.logits = _logits(engine, case)
@@ -104,7 +104,7 @@ def _logits(engine: TrainEngine, case: Case) -> list[Tensor]:
     return [engine.next_token_logits(rows, position).clone() for position in LOGITS_AT]
 
 
-def _slices(engine: TrainEngine) -> dict[str, Slice]:
+def slices(engine: TrainEngine) -> dict[str, Slice]:
     """This rank's slice of each fp32 weight; ZeRO's shards are put together. Collective."""
     return {name: _slice(engine, parameter) for name, parameter in engine.module.named_parameters()}
 
