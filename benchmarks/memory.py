@@ -25,7 +25,7 @@ from benchmarks.contenders import Task, start_engine
 from benchmarks.memory_formulas import states
 from benchmarks.memory_probe import Held, measure
 from benchmarks.report import Report
-from benchmarks.setting import CPU_MODEL, GPU_MODEL, Setting
+from benchmarks.setting import Setting, choose_device, choose_model, require_positive
 from benchmarks.workers import Clock, WorkerGroup
 from pipeline.cluster.devices import visible_gpus
 from pipeline.cluster.rank_environment import RankEnvironment
@@ -110,10 +110,10 @@ def main(arguments: Sequence[str]) -> int:
 
 def compare(given: Arguments, folder: str, cases: Sequence[Case] = CASES) -> int:
     """Measure each case in turn, print and write; 1 where one is off, else 0."""
-    gpus = len(visible_gpus()[0]) if given.device != "cpu" else 0
-    device = "cuda" if gpus or given.device == "cuda" else "cpu"
-    ranks = given.ranks or (gpus if device == "cuda" else 2)
-    model = (CPU_MODEL if device == "cpu" else GPU_MODEL) if given.model == "auto" else given.model
+    device = choose_device(given.device)
+    ranks = given.ranks if given.ranks is not None else len(visible_gpus()[0]) if device == "cuda" else 2
+    require_positive(ranks=ranks)
+    model = choose_model(given.model, device)
     setting = Setting(model, device, "fp32", ranks, 1, given.seq_length, 1, folder)
     count = total_parameters(setting.load_model(), padded=True)
     settings = {"model": model, "parameters": count, "ranks": ranks, "optimizer": "AdamW"}
