@@ -5,7 +5,8 @@
     checkpoints/global_step150.partial/       being written, or left by a crash; never read
     checkpoints/latest                        the tag of the newest such checkpoint; replaced atomically, last
 
-A crash at any moment leaves `latest` pointing to a complete checkpoint, or no `latest` at all.
+A crash at any moment, of the host too, leaves `latest` pointing to a complete checkpoint, or no `latest` at
+all: a checkpoint takes its name when all of it is on the disk.
 """
 
 from __future__ import annotations
@@ -114,19 +115,6 @@ def publish(partial: Path) -> Path:
     if replaced.exists():
         shutil.rmtree(replaced)
     return path
-
-
-def publish(folder: Path, draft: str, tag: str) -> None:
-    """Give a complete draft its name and make it the checkpoint that a run resumes from; for one rank."""
-    replaced = folder / f"{tag}{REPLACED}"
-    shutil.rmtree(replaced, ignore_errors=True)
-    if (folder / tag).exists():
-        # The run went back to an earlier checkpoint and is here again: `latest` does not point to this one.
-        (folder / tag).rename(replaced)
-    (folder / draft).rename(folder / tag)
-    sync_folder(folder)
-    point_latest(folder, tag)
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def point_latest(folder: Path, tag: str) -> None:

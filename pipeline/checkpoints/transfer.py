@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 
@@ -37,21 +36,21 @@ def save_checkpoint(engine: TrainEngine, job: Job, state: TrainState) -> Path:
     """
     folder = Path(job.output_dir) / CHECKPOINTS
     tag = tag_of(state.step)
-    draft = f"{tag}{DRAFT}"
+    partial = folder / f"{tag}{PARTIAL}"
     if engine.parallel.rank == 0:
-        # What a save left that failed, in another layout perhaps: DeepSpeed reads every file that it finds.
-        shutil.rmtree(folder / draft, ignore_errors=True)
-    dist.barrier()
+        remove_partial(folder)
+    dist.barrier()  # nobody writes into what a crash has left: DeepSpeed reads every file that it finds
     engine.deepspeed.save_checkpoint(
-        str(folder), tag=draft, client_state={STATE_KEY: asdict(state)}, save_latest=False
+        str(folder), tag=partial.name, client_state={STATE_KEY: asdict(state)}, save_latest=False
     )
     dist.barrier()  # every shard is written
     if engine.deepspeed.local_rank == 0:
-        sync_files(folder / draft)
+        sync_files(partial)
     dist.barrier()  # and on the disk, from every host
     if engine.parallel.rank == 0:
-        write_manifest(job, state, folder / draft)
-        publish(folder, draft, tag)
+        write_manifest(job, state, partial)
+        publish(partial)
+        point_latest(folder, tag)
     dist.barrier()  # nobody goes on, and perhaps exits, before the checkpoint counts
     return folder / tag
 
