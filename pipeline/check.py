@@ -11,7 +11,12 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from pipeline.checkpoints.folder import resume_problems
-from pipeline.cluster.launcher_options import LauncherOptions, launcher_parser, split_arguments
+from pipeline.cluster.launcher_options import (
+    LauncherOptions,
+    launcher_parser,
+    launcher_problems,
+    split_arguments,
+)
 from pipeline.cluster.world import resolve_world
 from pipeline.job.options import CheckOptions, Options, parse_options
 from pipeline.job.problems import EXIT_FINISHED, EXIT_WRONG_JOB, JobError
@@ -43,7 +48,7 @@ def read_arguments(
     Raises:
         SystemExit: code 2 after a message for an option that does not exist or a value of the wrong type;
             code 0 after --help, which shows both halves.
-        JobError: launcher options out of range, or a --config file that cannot be used.
+        JobError: a --config file that cannot be used, or --data without a path.
     """
     if "--help" in arguments or "-h" in arguments:
         launcher_parser().print_help()
@@ -54,13 +59,14 @@ def read_arguments(
 
 
 def check(options: Options, launcher: LauncherOptions, world_size: int | None = None) -> Draft:
-    """Everything that can be known of a job, with all its problems: those of the world, of the job, and of
-    the checkpoint it would resume from."""
+    """Everything that can be known of a job, with all its problems: those of the launcher's options, the
+    world, the job, and the checkpoint it would resume from."""
     filters = (launcher.include, launcher.exclude, launcher.num_nodes, launcher.num_gpus)
     try:
         draft = examine(options, resolve_world(launcher.hostfile, *filters, world_size))
     except JobError as error:
         draft = examine(options, None, error.problems)
+    draft.problems += launcher_problems(launcher)
     if draft.job is not None:
         draft.problems += resume_problems(draft.job)
     if draft.errors:

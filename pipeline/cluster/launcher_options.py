@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.cluster.hostfile import host_name_rule
-from pipeline.job.problems import JobError, Problem
+from pipeline.job.problems import Problem
 
 LAUNCHERS = ("pdsh", "openmpi", "mpich", "impi", "mvapich", "slurm")
 
@@ -77,16 +77,13 @@ def split_arguments(arguments: Sequence[str]) -> tuple[LauncherOptions, list[str
 
     Raises:
         SystemExit: code 2 after a message, for a value of the wrong type.
-        JobError: numbers out of range, or options that need each other; all of them.
     """
     parsed, rest = launcher_parser().parse_known_args(list(arguments))
-    options = LauncherOptions(**vars(parsed))
-    if problems := _problems(options):
-        raise JobError(problems)
-    return options, rest
+    return LauncherOptions(**vars(parsed)), rest
 
 
-def _problems(options: LauncherOptions) -> list[Problem]:
+def launcher_problems(options: LauncherOptions) -> list[Problem]:
+    """Values out of range, and options that need each other."""
     problems = []
     for key in ("master_port", "ssh_port"):
         port = getattr(options, key)
