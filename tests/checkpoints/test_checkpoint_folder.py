@@ -21,6 +21,7 @@ from pipeline.checkpoints.folder import (
 )
 from pipeline.job.job import Job
 from pipeline.job.problems import JobError
+from tests.end_to_end.jobs import write_text
 from tests.job.drafts import draft, world
 
 STATE = TrainState(step=3, consumed_samples=48, tokens=3072, data="abc")
@@ -162,9 +163,8 @@ def test_another_run_is_named(change: dict[str, Any], tmp_path: Path):
 
 def test_moved_data_is_left_to_its_fingerprint(tmp_path: Path):
     path = saved(tmp_path)
-    (tmp_path / "text.txt").write_text("moved", encoding="utf-8")
-    text = (str(tmp_path / "text.txt"),)
-    options = {"output_dir": str(tmp_path / "elsewhere"), "resume": str(path), "data": text}
+    moved = write_text(tmp_path / "moved")
+    options = {"output_dir": str(tmp_path / "elsewhere"), "resume": str(path), "data": (str(moved),)}
     assert resume_problems(job_in(tmp_path, **options)) == []
 
 
