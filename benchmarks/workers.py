@@ -104,7 +104,7 @@ class WorkerGroup:
         # A process that has touched CUDA cannot be forked; one that has only imported torch can.
         context = multiprocessing.get_context("spawn" if device == "cuda" else "forkserver")
         if device == "cpu":
-            context.set_forkserver_preload(["benchmarks.contenders"])
+            context.set_forkserver_preload(["benchmarks.preload"])
         self._connections, self._processes = [], []
         with _environment(device, world_size, threads):
             for rank in range(world_size):
@@ -221,6 +221,9 @@ def _rank_main(
         _pin(environment.local_rank, environment.local_size, threads, device)
         import torch
 
+        from pipeline.training.quiet import quiet_deepspeed
+
+        quiet_deepspeed(1)
         torch.set_num_threads(threads)
         synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
         result = work(argument, environment, Clock(connection, synchronize))
