@@ -16,7 +16,7 @@ from pipeline.parallel.dropout import DropoutClock
 from pipeline.parallel.parameters import ParameterFactory
 from tests.parity.batches import global_batches
 from tests.parity.cases import SEED, STEPS, Case
-from tests.parity.ranks import LOGITS_AT, RankRun, Slice
+from tests.parity.ranks import LOGITS_AT, PARTIAL, RankRun, Slice
 from tests.reference import ReferenceRun, token_loss, train_reference
 
 
@@ -60,8 +60,19 @@ class Oracle(NamedTuple):
 
     run: ReferenceRun
     initial: dict[str, Tensor]
-    eval_loss: float
-    logits: list[Tensor]
+    model: OracleGPT
+
+    @torch.no_grad()
+    def eval_loss(self, case: Case, step: int, rows: int) -> float:
+        """Of the first `rows` of a batch."""
+        tokens, labels, mask = (part[step, :rows] for part in global_batches(case.batch))
+        return token_loss(self.model.eval()(tokens), labels, mask, case.config.vocab_size).item()
+
+    @torch.no_grad()
+    def logits(self, case: Case) -> list[Tensor]:
+        """At each of `LOGITS_AT`, for the first row of the last batch."""
+        row = global_batches(case.batch).tokens[-1, :1]
+        return list(self.model.eval()(row)[0, list(LOGITS_AT), : case.config.vocab_size])
 
 
 def oracle(case: Case) -> Oracle:
@@ -83,11 +94,7 @@ def _oracle(case: Case) -> Oracle:
         vocab_size=case.config.vocab_size,
         optimizer=None if case.optimizer == "SGD" else partial(_torch_optimizer, case),
     )
-    with torch.no_grad():
-        logits = model.eval()(batches.tokens[-1])
-    loss = token_loss(logits, batches.labels[-1], batches.mask[-1], case.config.vocab_size)
-    rows = [logits[0, position, : case.config.vocab_size] for position in LOGITS_AT]
-    return Oracle(run, initial, loss.item(), rows)
+    return Oracle(run, initial, model)
 
 
 def _torch_optimizer(case: Case, named: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
@@ -133,7 +140,7 @@ def differences(case: Case, runs: list[RankRun]) -> list[Difference]:
     truth, tolerance = oracle(case), TOLERANCE[case.precision]
     # Under ZeRO the weights that are compared are the fp32 master copies.
     spacing = SPACING["fp32" if case.zero else case.precision]
-    found = [difference for run in runs for difference in _scalars(run, truth, tolerance)]
+    found = [difference for run in runs for difference in _scalars(case, run, truth, tolerance)]
     initial, first, last = (assemble(runs, moment) for moment in range(3))
     if initial.keys() != truth.initial.keys():
         return [Difference(f"names {sorted(initial.keys() ^ truth.initial.keys())}", math.inf, 0.0)]
@@ -153,20 +160,21 @@ def differences(case: Case, runs: list[RankRun]) -> list[Difference]:
     return found
 
 
-def _scalars(run: RankRun, truth: Oracle, tolerance: Tolerance) -> list[Difference]:
+def _scalars(case: Case, run: RankRun, truth: Oracle, tolerance: Tolerance) -> list[Difference]:
+    """Losses, norms and logits; each rank reports them all."""
+    part = case.micro_batch * case.data
+    expected_eval = [truth.eval_loss(case, STEPS - 1, case.batch), truth.eval_loss(case, PARTIAL, part)]
+    losses = [step.loss for step in run.steps] + run.eval_losses
+    pairs = [
+        ("losses by step, then evaluated", losses, [*truth.run.losses, *expected_eval], tolerance.loss),
+        ("norms by step", [step.grad_norm for step in run.steps], truth.run.grad_norms, tolerance.other),
+    ]
     found = []
-    for step, result in enumerate(run.steps):
-        loss, norm = truth.run.losses[step], truth.run.grad_norms[step]
-        found += _beyond(
-            f"loss of step {step}", torch.tensor(result.loss), torch.tensor(loss), tolerance.loss
-        )
-        found += _beyond(
-            f"norm of step {step}", torch.tensor(result.grad_norm), torch.tensor(norm), tolerance.other
-        )
-    found += _beyond("eval loss", torch.tensor(run.eval_loss), torch.tensor(truth.eval_loss), tolerance.loss)
-    for position, logits, expected in zip(LOGITS_AT, run.logits, truth.logits, strict=True):
-        found += _beyond(f"logits at {position}", logits, expected, tolerance.other)
-    assert len(run.steps) == STEPS
+    for what, values, expected, allowed in pairs:
+        for index, (value, right) in enumerate(zip(values, expected, strict=True)):
+            found += _beyond(f"{what}, {index}", torch.tensor(value), torch.tensor(right), allowed)
+    for position, logits, right in zip(LOGITS_AT, run.logits, truth.logits(case), strict=True):
+        found += _beyond(f"logits at {position}", logits, right, tolerance.other)
     return [Difference(f"rank {tuple(run.coordinates)}: {d.what}", d.size, d.allowed) for d in found]
 
 

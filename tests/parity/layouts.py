@@ -58,6 +58,8 @@ _AXES = (
     Case(pipeline=4, accumulation=8, model="qwen", **CLIP),
     Case(pipeline=2, accumulation=2, partition="uniform", model="five layers"),
     Case(pipeline=2, accumulation=2, partition=(2, 5), **CLIP),
+    # a first stage of one matrix, no norm and no bias
+    Case(pipeline=2, zero=1, accumulation=2, partition=(2, 5), model="llama", **CLIP),
     Case(pipeline=3, accumulation=3, batch=6, partition=(3, 1, 3), model="untied"),
 )
 

@@ -50,6 +50,10 @@ SLOW_MUTATIONS = (
     (mutations.mean_of_rank_means, PIPELINE),
     (mutations.mean_of_rank_means, SEQUENCE),
     (mutations.tied_gradient_stays_on_its_stage, Case(pipeline=2, tensor=2, zero=1, accumulation=2, **CLIP)),
+    (
+        mutations.tied_gradients_are_added_before_they_are_averaged,
+        Case(pipeline=2, data=3, batch=12, zero=1, accumulation=2, model="five layers"),
+    ),
     (mutations.every_copy_counts_in_the_norm, Case(tensor=2, model="five layers", zero=0, **CLIP)),
     (mutations.every_copy_counts_in_the_norm, Case(tensor=2, zero=1, model="qk norm", **CLIP)),
     (mutations.every_copy_counts_in_the_norm, Case(tensor=2, zero=2, model="qk norm", **CLIP)),
