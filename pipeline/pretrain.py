@@ -58,20 +58,20 @@ def _train(job: Job, environment: RankEnvironment) -> int:
     from pipeline.training.quiet import quiet_deepspeed
 
     quiet_deepspeed(environment.rank, job.deepspeed_reports)
-    from pipeline.training.run import RunFailed, run
+    from pipeline.training.run import Ending, RunFailed, run
+
+    def outcome(ending: Ending) -> Outcome:
+        return Outcome(ending.status, ending.step, environment.master_port, message=ending.message)
 
     try:
-        ending = run(job, environment)
+        ending = run(job, environment, lambda ending: write_outcome(job.output_dir, outcome(ending)))
     except JobError as error:
         return _refuse(error, environment, job.output_dir)
     except RunFailed as failure:
         return _fail(failure.error, failure.step, job, environment)
     except Exception as error:  # noqa: BLE001  (reported, recorded, and the exit code is 1)
         return _fail(error, 0, job, environment)
-    outcome = Outcome(ending.status, ending.step, environment.master_port, message=ending.message)
-    if environment.rank == 0:
-        write_outcome(job.output_dir, outcome)
-    return outcome.exit_code
+    return outcome(ending).exit_code
 
 
 def _fail(error: Exception, step: int, job: Job, environment: RankEnvironment) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +19,7 @@ from pipeline.job.job import Job
 from pipeline.job.problems import JobError, Problem
 from pipeline.job.run_file import write_run_file
 from pipeline.parallel.context import Parallel
-from pipeline.training.agreement import agree_on_start
+from pipeline.training.agreement import agree_on_start, gather_rows
 from pipeline.training.build import build_engine
 from pipeline.training.console import Console, make_console
 from pipeline.training.devices import peak_tflops
@@ -59,8 +59,11 @@ class RunFailed(Exception):
         self.error, self.step = error, step
 
 
-def run(job: Job, environment: RankEnvironment) -> Ending:
+def run(job: Job, environment: RankEnvironment, record: Callable[[Ending], None]) -> Ending:
     """Train `job` as the rank that `environment` describes.
+
+    `record` is called by rank 0 with the ending, before any rank leaves: a launcher ends all ranks as soon as
+    one has left with an exit code other than 0, which a stopped run's is.
 
     Raises:
         JobError: the data cannot be used (found before ranks meet, on every rank alike).
@@ -95,6 +98,9 @@ def run(job: Job, environment: RankEnvironment) -> Ending:
             raise RunFailed(error, engine.step) from error
         finally:
             console.finish()
+        if rank == 0:
+            record(ending)
+        gather_rows(parallel, 0)  # a barrier: nobody leaves before that
         stop_distributed()
     return ending
 
