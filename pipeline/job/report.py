@@ -13,7 +13,7 @@ from rich.text import Text
 from pipeline.cluster.world import World
 from pipeline.job.job import Batch, Job, OptimizerConfig
 from pipeline.job.model_config import ModelConfig
-from pipeline.job.parameters import LayerSize, layer_parameters, total_parameters
+from pipeline.job.parameters import LayerSize, layer_parameters, stage_parameters, total_parameters
 from pipeline.job.problems import Problem
 from pipeline.job.resolve import Draft
 from pipeline.parallel.mesh import Mesh
@@ -159,13 +159,6 @@ def layer_names(layers: Sequence[LayerSize]) -> str:
         elif layer.name == f"block {blocks[0]}":
             names.append(layer.name if len(blocks) == 1 else f"blocks {blocks[0]}-{blocks[-1]}")
     return ", ".join(names)
-
-
-def stage_parameters(layers: Iterable[LayerSize]) -> int:
-    """Parameters in memory; a tied output layer adds its weight only where the embedding is elsewhere."""
-    layers = list(layers)
-    shared = any(layer.name == "embedding" for layer in layers)
-    return sum(layer.parameters if shared else layer.held for layer in layers)
 
 
 def batch_line(batch: Batch) -> str:

@@ -78,7 +78,7 @@ def second_shard(f: Facts) -> Iterable[Problem]:
 
 
 def bf16_optimizer_keys(f: Facts) -> Iterable[Problem]:
-    if not _bf16_optimizer(f):
+    if not f.uses_bf16_optimizer:
         return
     for name in ("contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "overlap_comm",
                  "use_multi_rank_bucket_allreduce", "round_robin_gradients",
@@ -93,15 +93,9 @@ def overflow_check(f: Facts) -> Iterable[Problem]:
     key = "bf16.check_grad_overflow"
     if not f.config.given(key) or f.compute != "bf16":
         return
-    if f.zero_stage not in (1, 2) or _bf16_optimizer(f):
+    if f.zero_stage not in (1, 2) or f.uses_bf16_optimizer:
         rule = f"does not act at ZeRO stage {f.zero_stage} with sums in {f.accumulation}"
         yield f.config.problem(key, rule, "Remove it, or use ZeRO stage 2", warn=True)
-
-
-def _bf16_optimizer(f: Facts) -> bool:
-    """Whether DeepSpeed wraps the optimizer in its BF16_Optimizer instead of one of ZeRO's."""
-    offloaded = f.offload_device("offload_optimizer") != "none"
-    return f.compute == "bf16" and f.accumulation == "fp32" and f.zero_stage == 1 and not offloaded
 
 
 def one_precision(f: Facts) -> Iterable[Problem]:

@@ -34,6 +34,8 @@ from pipeline.training.sample import sample_text
 from pipeline.training.signals import StopRequest
 
 METRICS_FILE = "metrics.jsonl"
+# Up to four passes, repeated tokens are nearly worth new ones (Muennighoff et al. 2023).
+MANY_PASSES = 4
 # How long a collective waits for other ranks: longer than the slowest save.
 GROUP_TIMEOUT = timedelta(minutes=30)
 
@@ -91,7 +93,7 @@ def run(job: Job, environment: RankEnvironment, record: Callable[[Ending], None]
         if rank == 0:
             write_run_file(job)  # only now: the folder belongs to a job that could be built
         resumed = f"resumed from {checkpoint.path}" if checkpoint else "starting at step 0"
-        console.start([*data.summary(), *parallelism(job), resumed])
+        console.start([*data.summary(), *repetition(job, data), *parallelism(job), resumed])
         try:
             ending = _train(job, parallel, engine, data, state, stop, console)
         except Exception as error:
@@ -174,10 +176,8 @@ def _train(
         if status == "stopped":
             console.message(f"stopped after step {done} of {job.train_steps}; {_resume_hint(job)}")
             return Ending("stopped", done, stop.signal_name or "asked to stop on another rank")
-        if state.step >= job.train_steps:
-            console.message(f"the run had finished at step {done} before; {_go_on_hint(job, done)}")
-            if eval_set:
-                console.message(f"held-out loss {evaluate(engine, parallel, eval_set):.4f}")
+        if state.step >= job.train_steps and eval_set:  # it had finished before, and no step evaluated it
+            console.message(f"held-out loss {evaluate(engine, parallel, eval_set):.4f}")
         if job.options.sample_tokens > 0:
             prompt, count = job.options.sample_prompt, job.options.sample_tokens
             console.message(f"sample:\n{sample_text(engine, job, data.tokenizer, prompt, count)}\n")
@@ -209,6 +209,16 @@ def _speedometer(job: Job) -> Speedometer:
         num_devices=job.mesh.world_size,
         peak_flops=peak * 1e12 if peak else None,
     )
+
+
+def repetition(job: Job, data: TrainingData) -> list[str]:
+    """A line where a run repeats its data so often that repeating stops to help."""
+    passes = job.train_steps * job.batch.tokens_per_step / data.train.num_tokens
+    if passes <= MANY_PASSES:
+        return []
+    return [
+        f"this run goes {passes:,.0f} times over the training data and will learn it by heart: give it more"
+    ]
 
 
 def parallelism(job: Job) -> list[str]:
