@@ -40,4 +40,5 @@ python=$(find_python)
 if [ "${1-}" = --setup_only ]; then
     exit 0
 fi
-exec "$root/.venv/bin/python" -m pipeline.cluster.launch "$@"
+# By its path: -m would prefer a folder "pipeline" in the current folder, such as another clone's.
+exec "$root/.venv/bin/python" "$root/pipeline/cluster/launch.py" "$@"

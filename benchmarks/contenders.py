@@ -13,34 +13,31 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+from benchmarks.setting import Setting
+from benchmarks.trainer import train
+from benchmarks.workers import Clock
+from pipeline.checkpoints.folder import TrainState
 from pipeline.cluster.rank_environment import RankEnvironment
-from pipeline.training.quiet import captured_stdout, quiet_deepspeed
-
-quiet_deepspeed(1)  # before DeepSpeed's import
-
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn import functional  # noqa: E402
-
-from benchmarks.setting import Setting  # noqa: E402
-from benchmarks.trainer import train  # noqa: E402
-from benchmarks.workers import Clock  # noqa: E402
-from pipeline.checkpoints.folder import TrainState  # noqa: E402
-from pipeline.data.batch import MicroBatch  # noqa: E402
-from pipeline.data.loader import BatchLoader, read_step  # noqa: E402
-from pipeline.job.job import Job  # noqa: E402
-from pipeline.model.gpt import SequentialGPT, plan_layers  # noqa: E402
-from pipeline.parallel.context import Parallel  # noqa: E402
-from pipeline.parallel.dropout import DropoutClock  # noqa: E402
-from pipeline.parallel.parameters import ParameterFactory  # noqa: E402
-from pipeline.training.build import build_engine  # noqa: E402
-from pipeline.training.distributed import start_distributed  # noqa: E402
-from pipeline.training.engine import TrainEngine  # noqa: E402
-from pipeline.training.flops import training_flops_per_token  # noqa: E402
-from pipeline.training.loop import Loop  # noqa: E402
-from pipeline.training.metrics import EvalMetrics, Speedometer, StepMetrics  # noqa: E402
-from pipeline.training.optimizer import build_optimizer  # noqa: E402
+from pipeline.data.batch import MicroBatch
+from pipeline.data.loader import BatchLoader, read_step
+from pipeline.job.job import Job
+from pipeline.model.gpt import SequentialGPT, plan_layers
+from pipeline.parallel.context import Parallel
+from pipeline.parallel.dropout import DropoutClock
+from pipeline.parallel.parameters import ParameterFactory
+from pipeline.training.build import build_engine
+from pipeline.training.distributed import start_distributed
+from pipeline.training.engine import TrainEngine
+from pipeline.training.flops import training_flops_per_token
+from pipeline.training.loop import Loop
+from pipeline.training.metrics import EvalMetrics, Speedometer, StepMetrics
+from pipeline.training.optimizer import build_optimizer
+from pipeline.training.quiet import captured_stdout
 
 TIMEOUT = timedelta(minutes=10)
 ENDLESS = 10**9  # steps; the clock ends a loop

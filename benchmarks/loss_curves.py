@@ -1,7 +1,7 @@
 """The same training on two devices or in two precisions: loss curves beside each other.
 
-    python benchmarks/loss_curves.py                       # GPU in bf16 beside CPU in fp32; without GPUs,
-    python benchmarks/loss_curves.py --second cpu-bf16     # CPU in bf16 beside CPU in fp32
+    python benchmarks/loss_curves.py                       # GPU in bf16 beside CPU in fp32; without one,
+                                                           # CPU in bf16 beside CPU in fp32
 
 Exit code 1 where the curves differ by more than the tolerance, on average over their second half.
 """
@@ -24,9 +24,8 @@ import tyro
 
 from benchmarks.contenders import Task, this_pipeline
 from benchmarks.report import Report
-from benchmarks.setting import Setting
+from benchmarks.setting import Setting, choose_device, require_positive
 from benchmarks.workers import WorkerGroup
-from pipeline.cluster.devices import visible_gpus
 from pipeline.job.problems import EXIT_WRONG_JOB, JobError
 from pipeline.job.report import console, print_problems
 
@@ -70,9 +69,10 @@ def main(arguments: Sequence[str]) -> int:
 
 def compare(given: Arguments, folder: str) -> int:
     """Train both, print, write; 1 where the curves differ, else 0."""
-    second = given.second
-    if second == "auto":
-        second = "cuda-bf16" if visible_gpus()[0] else "cpu-bf16"
+    require_positive(steps=given.steps)
+    second = f"{choose_device('auto')}-bf16" if given.second == "auto" else given.second
+    for name in (given.first, second):
+        choose_device(name.split("-")[0])
     report = Report("loss curves", second.split("-")[0], asdict(given))
     curves = [_train(given, name, folder) for name in (given.first, second)]
     tolerance = TOLERANCE["bf16" if "bf16" in given.first + second else "fp32"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from benchmarks.contenders import Task, start_engine
 from benchmarks.memory_formulas import states
 from benchmarks.memory_probe import Held, measure
 from benchmarks.report import Report
-from benchmarks.setting import CPU_MODEL, GPU_MODEL, Setting
+from benchmarks.setting import Setting, choose_device, choose_model, require_positive
 from benchmarks.workers import Clock, WorkerGroup
 from pipeline.cluster.devices import visible_gpus
 from pipeline.cluster.rank_environment import RankEnvironment
@@ -33,6 +33,7 @@ from pipeline.data.loader import read_step
 from pipeline.job.parameters import total_parameters
 from pipeline.job.problems import EXIT_WRONG_JOB, JobError
 from pipeline.job.report import console, print_problems
+from pipeline.training.engine import TrainEngine
 
 TOLERANCE = 0.02
 PARTS = ("parameters", "gradients", "optimizer")
@@ -70,15 +71,13 @@ class Case:
 
 CASES = (
     *(Case(f"fp32, ZeRO {stage}", f"zero{stage}", "fp32", "fp32") for stage in range(4)),
-    *(Case(f"bf16, sums in bf16, ZeRO {stage}", f"zero{stage}", "bf16", "bf16") for stage in range(4)),
-    *(Case(f"bf16, sums in fp32, ZeRO {stage}", f"zero{stage}", "bf16", "fp32") for stage in (1, 2, 3)),
+    *(Case(f"bf16, bf16 sums, ZeRO {stage}", f"zero{stage}", "bf16", "bf16") for stage in range(4)),
+    *(Case(f"bf16, fp32 sums, ZeRO {stage}", f"zero{stage}", "bf16", "fp32") for stage in (1, 2, 3)),
     *(
-        Case(
-            f"fp32, ZeRO {stage}, optimizer on CPU", f"zero{stage}", "fp32", "fp32", tuple(_OPTIMIZER.items())
-        )
+        Case(f"fp32, ZeRO {stage}, offload", f"zero{stage}", "fp32", "fp32", tuple(_OPTIMIZER.items()))
         for stage in (1, 2, 3)
     ),
-    Case("fp32, ZeRO 3, all on CPU", "zero3", "fp32", "fp32", tuple({**_OPTIMIZER, **_PARAMETERS}.items())),
+    Case("fp32, ZeRO 3, offload all", "zero3", "fp32", "fp32", tuple({**_OPTIMIZER, **_PARAMETERS}.items())),
 )
 
 
@@ -111,10 +110,10 @@ def main(arguments: Sequence[str]) -> int:
 
 def compare(given: Arguments, folder: str, cases: Sequence[Case] = CASES) -> int:
     """Measure each case in turn, print and write; 1 where one is off, else 0."""
-    gpus = len(visible_gpus()[0]) if given.device != "cpu" else 0
-    device = "cuda" if gpus or given.device == "cuda" else "cpu"
-    ranks = given.ranks or (gpus if device == "cuda" else 2)
-    model = (CPU_MODEL if device == "cpu" else GPU_MODEL) if given.model == "auto" else given.model
+    device = choose_device(given.device)
+    ranks = given.ranks if given.ranks is not None else len(visible_gpus()[0]) if device == "cuda" else 2
+    require_positive(ranks=ranks)
+    model = choose_model(given.model, device)
     setting = Setting(model, device, "fp32", ranks, 1, given.seq_length, 1, folder)
     count = total_parameters(setting.load_model(), padded=True)
     settings = {"model": model, "parameters": count, "ranks": ranks, "optimizer": "AdamW"}
@@ -129,24 +128,38 @@ def compare(given: Arguments, folder: str, cases: Sequence[Case] = CASES) -> int
 
 
 def hold(task: Task, environment: RankEnvironment, clock: Clock) -> Held:
-    """Train two steps; what this rank holds before the second update, when Adam's moments exist."""
+    """What this rank holds in its second step, when Adam's moments exist.
+
+    Weights and optimizer state are read just before the update. So are gradients at stages 2 and 3, which
+    reduce and drop them during the backward pass: what is on its way then, a bucket, comes on top. At stages
+    0 and 1 the backward pass leaves the whole gradient, read where its reduction begins.
+    """
     job = task.job(environment.world_size)
     data = task.setting.load_data(job).train
     parallel, engine = start_engine(job, environment)
-    update = engine.deepspeed._take_model_step
-    found: list[Held] = []
-
-    def measure_and_update(*args: Any, **kwargs: Any) -> None:
-        if engine.step == 2:
-            found.append(measure(engine))
-        update(*args, **kwargs)
-
-    engine.deepspeed._take_model_step = measure_and_update
+    after_backward = _measure_before(engine, "allreduce_gradients")
+    before_update = _measure_before(engine, "_take_model_step")
     for step in range(2):
         first = step * job.batch.train_batch_size
         share = read_step(data, job.batch, parallel.coordinates.data, parallel.mesh.data, first)
         engine.train_step(share.micro_batches, job.batch.tokens_per_step)
-    return found[0]
+    held = before_update[-1]
+    if job.zero_stage <= 1:
+        held = replace(held, gradients=max(held.gradients, after_backward[-1].gradients))
+    return held
+
+
+def _measure_before(engine: TrainEngine, method: str) -> list[Held]:
+    """The list that gets a measurement before each call of a method of DeepSpeed's engine."""
+    found: list[Held] = []
+    original = getattr(engine.deepspeed, method)
+
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        found.append(measure(engine))
+        return original(*args, **kwargs)
+
+    setattr(engine.deepspeed, method, measured)
+    return found
 
 
 def _measure(case: Case, setting: Setting, ranks: int) -> list[Held]:
@@ -163,7 +176,8 @@ def _measure(case: Case, setting: Setting, ranks: int) -> list[Held]:
 
 def _row(case: Case, held: list[Held], count: int, ranks: int) -> dict[str, Any]:
     """The rank that is furthest from the formula speaks for all, part by part."""
-    expected = states(count, ranks, case.stage, case.compute, case.accumulation)
+    offloaded = "offload_optimizer" in dict(case.zero)
+    expected = states(count, ranks, case.stage, case.compute, case.accumulation, offloaded)
     row: dict[str, Any] = {"case": case.label, "ranks": [asdict(each) for each in held]}
     for part in PARTS:
         formula = getattr(expected, part)
@@ -174,15 +188,15 @@ def _row(case: Case, held: list[Held], count: int, ranks: int) -> dict[str, Any]
 
 
 def _print(report: Report, rows: list[dict[str, Any]]) -> None:
-    report.say("MiB on one rank, just before an update: measured / by the formula")
-    columns = ("", *PARTS, "on CPU, of these", "other tensors")
+    report.say("MiB on one rank, just before an update: measured/by the formula=ratio")
+    columns = ("", *PARTS, "on CPU", "other")
     report.table(
         columns,
         [
             (
                 row["case"],
                 *(
-                    f"{row[part] / MIB:.2f} / {row[f'{part}_formula'] / MIB:.2f} = {row[f'{part}_ratio']:.3f}"
+                    f"{row[part] / MIB:.2f}/{row[f'{part}_formula'] / MIB:.2f}={row[f'{part}_ratio']:.3f}"
                     for part in PARTS
                 ),
                 f"{row['ranks'][0]['by_device'].get('cpu', 0) / MIB:.2f}",

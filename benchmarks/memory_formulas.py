@@ -8,9 +8,12 @@ weights, gradients and optimizer state of a model of P parameters on N data-para
     stage 2   w P     + g P / N + k P / N      (P_os+g)
     stage 3   w P / N + g P / N + k P / N      (P_os+g+p)
 
-bytes, with w = g = 2 and k = 12 in the paper's mixed precision (fp32 master weight and two Adam moments).
-Here g is 4 where gradients are summed in fp32. In fp32 without ZeRO the weights are their own master copy and
-k is 8; from stage 1 on DeepSpeed keeps a separate copy of its share in fp32 as well, so that k is 12.
+bytes, with w = g = 2 and k = 12 in the paper's mixed precision (fp32 master weight and two Adam moments),
+which is bf16 weights with gradients summed in bf16 here. The other formats follow from what DeepSpeed keeps:
+
+    fp32                  w = g = 4; k = 8 at stage 0, where the weights are their own masters, else 12
+    bf16, sums in fp32    g = 4; at stage 1 g = 6: the bf16 gradient stays beside its fp32 sum
+    offloaded optimizer   at stage 1 the share of the gradient that the CPU updates with, 4 P / N, is added
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ class States:
     optimizer: float
 
 
-def states(num_parameters: int, ranks: int, stage: int, compute: str, accumulation: str) -> States:
+def states(
+    num_parameters: int, ranks: int, stage: int, compute: str, accumulation: str, offloaded: bool = False
+) -> States:
     """What one rank holds of AdamW training when it is about to update.
 
     Args:
@@ -41,13 +46,17 @@ def states(num_parameters: int, ranks: int, stage: int, compute: str, accumulati
         stage: 0 to 3.
         compute: Format of weights.
         accumulation: Format of the gradients' sum.
+        offloaded: The optimizer state is on the CPU.
     """
-    master = 0 if stage == 0 and compute == "fp32" else BYTES["fp32"]
-    if stage == 0 and compute != "fp32":
-        master = BYTES["fp32"]
+    masters = 0 if compute == "fp32" and stage == 0 else BYTES["fp32"]
     share = num_parameters / ranks
+    gradients = BYTES[accumulation] * (share if stage >= 2 else num_parameters)
+    if stage == 1 and accumulation != compute:
+        gradients += BYTES[compute] * num_parameters
+    if stage == 1 and offloaded:
+        gradients += BYTES["fp32"] * share
     return States(
         parameters=BYTES[compute] * (share if stage >= 3 else num_parameters),
-        gradients=BYTES[accumulation] * (share if stage >= 2 else num_parameters),
-        optimizer=(master + MOMENTS) * (share if stage >= 1 else num_parameters),
+        gradients=gradients,
+        optimizer=(masters + MOMENTS) * (share if stage >= 1 else num_parameters),
     )

@@ -90,6 +90,8 @@ def _parameters(engine: TrainEngine) -> Iterator[Tensor | None]:
 def _optimizer_state(engine: TrainEngine) -> Iterator[Tensor | None]:
     """Master weights, moments and step counters of the torch optimizer below DeepSpeed's."""
     base = _base_optimizer(engine)
+    # ZeRO-3 shows the torch optimizer one group at a time, and keeps the masters of all here.
+    yield from tensors_in(getattr(engine.deepspeed.optimizer, "fp32_partitioned_groups_flat", None))
     for group in base.param_groups:
         yield from group["params"]
     for state in base.state.values():

@@ -26,9 +26,8 @@ import tyro
 
 from benchmarks.contenders import Task, this_pipeline
 from benchmarks.report import Report, paired_ratio
-from benchmarks.setting import CPU_MODEL, GPU_MODEL, Setting
+from benchmarks.setting import Setting, choose_device, choose_model, require_positive
 from benchmarks.workers import WorkerGroup
-from pipeline.cluster.devices import visible_gpus
 from pipeline.job.job import Job
 from pipeline.job.model_config import ModelConfig
 from pipeline.job.problems import EXIT_WRONG_JOB, JobError
@@ -99,11 +98,15 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def compare(given: Arguments, folder: str) -> dict[str, Any]:
-    """Measure, print, write; returns what the JSON file holds."""
-    device = given.device
-    if device == "auto":
-        device = "cuda" if visible_gpus()[0] else "cpu"
-    model = {"cpu": CPU_MODEL, "cuda": GPU_MODEL}[device] if given.model == "auto" else given.model
+    """Measure, print, write; returns what the JSON file holds.
+
+    Raises:
+        JobError: a layout that cannot run.
+        WorkerFailed: one that failed.
+    """
+    require_positive(rounds=given.rounds, stages=given.stages, micro_batches=min(given.micro_batches))
+    device = choose_device(given.device)
+    model = choose_model(given.model, device)
     # fp32 everywhere: ZeRO 0 sums bf16 gradients in bf16, which no one would train with.
     setting = Setting(model, device, "fp32", 1, 1, given.seq_length, 1, folder)
     report = Report("pipeline bubble", device, asdict(given))

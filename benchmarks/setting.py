@@ -17,7 +17,7 @@ from pipeline.job.json_reader import read_json
 from pipeline.job.model_config import ModelConfig
 from pipeline.job.model_files import load_model
 from pipeline.job.options import Options
-from pipeline.job.problems import JobError
+from pipeline.job.problems import JobError, Problem
 from pipeline.job.resolve import config_path, resolve
 
 Device = Literal["cpu", "cuda"]
@@ -124,6 +124,42 @@ class Setting:
             self.seq_length, self.seed, eval_fraction=0.0, vocab_size=job.model.vocab_size
         )
         return load_data(one_source(self.data), Path(self.folder) / "data", settings, lambda message: None)
+
+
+def choose_device(wanted: str) -> Device:
+    """``auto`` is a GPU if there is one.
+
+    Raises:
+        JobError: a GPU is wanted, and there is none, or its driver does not work.
+    """
+    if wanted == "cpu":
+        return "cpu"
+    gpus, problems = visible_gpus()
+    if wanted == "cuda" and not gpus and not problems:
+        problems = (Problem("device", wanted, "this machine has no GPU", "Use --device cpu"),)
+    if problems:
+        raise JobError(problems)
+    return "cuda" if gpus else "cpu"
+
+
+def choose_model(wanted: str, device: Device) -> str:
+    """``auto`` is a model that takes about a second per step on the device."""
+    return {"cpu": CPU_MODEL, "cuda": GPU_MODEL}[device] if wanted == "auto" else wanted
+
+
+def require_positive(**counts: int) -> None:
+    """Check options that count something.
+
+    Raises:
+        JobError: all that are below 1.
+    """
+    problems = [
+        Problem(name, count, "must be at least 1", "Give a positive whole number")
+        for name, count in counts.items()
+        if count < 1
+    ]
+    if problems:
+        raise JobError(problems)
 
 
 def merged(*layers: dict[str, Any]) -> dict[str, Any]:

@@ -27,12 +27,13 @@ import tyro
 from benchmarks import contenders
 from benchmarks.contenders import Task
 from benchmarks.report import Report, paired_ratio, spread
-from benchmarks.setting import CPU_MODEL, GPU_MODEL, Setting
+from benchmarks.setting import Dtype, Setting, choose_device, choose_model, require_positive
 from benchmarks.trainer import counterpart
 from benchmarks.workers import Round, WorkerGroup
 from pipeline.cluster.devices import visible_gpus
-from pipeline.job.problems import EXIT_WRONG_JOB, JobError
+from pipeline.job.problems import EXIT_WRONG_JOB, JobError, Problem
 from pipeline.job.report import console, print_problems
+from pipeline.job.suggest import did_you_mean
 from pipeline.training.devices import mfu, peak_tflops
 from pipeline.training.flops import training_flops_per_token
 
@@ -123,15 +124,18 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def resolve_setting(given: Arguments, folder: str) -> Setting:
-    """What `auto` means on this machine."""
-    device = given.device
-    if device == "auto":
-        device = "cuda" if visible_gpus()[0] else "cpu"
-    models, precisions = {"cpu": CPU_MODEL, "cuda": GPU_MODEL}, {"cpu": "fp32", "cuda": "bf16"}
+    """What `auto` means on this machine.
+
+    Raises:
+        JobError: a count below 1, or no such device.
+    """
+    require_positive(rounds=given.rounds, steps=given.steps, warmup=given.warmup, threads=given.threads)
+    device = choose_device(given.device)
+    usual: Dtype = "fp32" if device == "cpu" else "bf16"
     return Setting(
-        model=models[device] if given.model == "auto" else given.model,
+        model=choose_model(given.model, device),
         device=device,
-        precision=precisions[device] if given.precision == "auto" else given.precision,
+        precision=usual if given.precision == "auto" else given.precision,
         batch=given.batch,
         accumulation=given.accumulation,
         seq_length=given.seq_length,
@@ -173,9 +177,13 @@ def compare(given: Arguments, folder: str) -> dict[str, Any]:
 
 def _chosen(given: Arguments, setting: Setting) -> list[str]:
     if given.only:
-        unknown = [name for name in given.only if name not in CONTENDERS]
-        if unknown:
-            raise SystemExit(f"--only {' '.join(unknown)}: there is {', '.join(CONTENDERS)}")
+        problems = [
+            Problem("only", name, "there is no such contender", did_you_mean(name, CONTENDERS))
+            for name in given.only
+            if name not in CONTENDERS
+        ]
+        if problems:
+            raise JobError(problems)
         return list(given.only)
     devices = len(visible_gpus()[0]) if setting.device == "cuda" else 2
     return [name for name, contender in CONTENDERS.items() if contender.world_size <= devices]

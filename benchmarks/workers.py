@@ -56,7 +56,10 @@ class Clock:
         self._wait()
 
     def _wait(self) -> None:
-        self._wanted, self._losses = self._connection.recv(), []
+        try:
+            self._wanted, self._losses = self._connection.recv(), []
+        except (EOFError, ConnectionResetError):  # the parent was ended
+            self._wanted = 0
         if self._wanted == 0:
             raise Finished
         self._begin = time.perf_counter()
@@ -101,14 +104,16 @@ class WorkerGroup:
         # A process that has touched CUDA cannot be forked; one that has only imported torch can.
         context = multiprocessing.get_context("spawn" if device == "cuda" else "forkserver")
         if device == "cpu":
-            context.set_forkserver_preload(["benchmarks.contenders"])
+            context.set_forkserver_preload(["benchmarks.preload"])
         self._connections, self._processes = [], []
         with _environment(device, world_size, threads):
             for rank in range(world_size):
                 environment = RankEnvironment(rank, world_size, rank, world_size, LOOPBACK, port)
                 ours, theirs = context.Pipe()
                 arguments = (work, argument, environment, theirs, device, threads)
-                process = context.Process(target=_rank_main, args=arguments, name=f"{name} rank {rank}")
+                process = context.Process(
+                    target=_rank_main, args=arguments, name=f"{name} rank {rank}", daemon=True
+                )
                 process.start()
                 theirs.close()
                 self._connections.append(ours)
@@ -216,6 +221,9 @@ def _rank_main(
         _pin(environment.local_rank, environment.local_size, threads, device)
         import torch
 
+        from pipeline.training.quiet import quiet_deepspeed
+
+        quiet_deepspeed(1)
         torch.set_num_threads(threads)
         synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
         result = work(argument, environment, Clock(connection, synchronize))

@@ -7,52 +7,76 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import TypeVar
 
 from pipeline.checkpoints.folder import resume_problems
-from pipeline.cluster.launcher_options import launcher_parser, split_arguments
-from pipeline.cluster.world import World, resolve_world
+from pipeline.cluster.launcher_options import (
+    LauncherOptions,
+    launcher_parser,
+    launcher_problems,
+    split_arguments,
+)
+from pipeline.cluster.world import resolve_world
 from pipeline.job.options import CheckOptions, Options, parse_options
 from pipeline.job.problems import EXIT_FINISHED, EXIT_WRONG_JOB, JobError
 from pipeline.job.report import console, describe, print_problems, verdict
 from pipeline.job.resolve import Draft, examine
 
 PROGRAM = "python -m pipeline.check"
+O = TypeVar("O", bound=Options)  # noqa: E741
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the job and its problems; the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if "--help" in arguments or "-h" in arguments:
-        launcher_parser().print_help()
-        arguments = ["--help"]  # the job's half, which ends this process
     try:
-        launcher, job_arguments = split_arguments(arguments)
-        options = parse_options(job_arguments, CheckOptions, PROGRAM)
+        launcher, options, _ = read_arguments(arguments, CheckOptions, PROGRAM)
     except JobError as error:
         print_problems(console(stderr=True), error.problems)
         return EXIT_WRONG_JOB
-    filters = (launcher.include, launcher.exclude, launcher.num_nodes, launcher.num_gpus)
-    draft = check(options, lambda: resolve_world(launcher.hostfile, *filters, options.world_size))
+    draft = check(options, launcher, options.world_size)
+    print_draft(draft)
     return EXIT_FINISHED if draft.job is not None else EXIT_WRONG_JOB
 
 
-def check(options: Options, find_world: Callable[[], World]) -> Draft:
-    """Examine a job and print it with all its problems, those of the world included."""
+def read_arguments(
+    arguments: Sequence[str], kind: type[O], program: str
+) -> tuple[LauncherOptions, O, list[str]]:
+    """The launcher's options, the job's, and those of the arguments that are the job's.
+
+    Raises:
+        SystemExit: code 2 after a message for an option that does not exist or a value of the wrong type;
+            code 0 after --help, which shows both halves.
+        JobError: a --config file that cannot be used, or --data without a path.
+    """
+    if "--help" in arguments or "-h" in arguments:
+        launcher_parser().print_help()
+        print("\njob options:\n", flush=True)
+        arguments = ["--help"]  # the job's half, which ends this process
+    launcher, job_arguments = split_arguments(arguments)
+    return launcher, parse_options(job_arguments, kind, program), job_arguments
+
+
+def check(options: Options, launcher: LauncherOptions, world_size: int | None = None) -> Draft:
+    """Everything that can be known of a job, with all its problems: those of the launcher's options, the
+    world, the job, and the checkpoint it would resume from."""
+    filters = (launcher.include, launcher.exclude, launcher.num_nodes, launcher.num_gpus)
     try:
-        draft = examine(options, find_world())
+        draft = examine(options, resolve_world(launcher.hostfile, *filters, world_size))
     except JobError as error:
         draft = examine(options, None, error.problems)
-    if draft.job is not None and (problems := resume_problems(draft.job)):
-        draft.problems += problems
+    draft.problems += launcher_problems(launcher)
+    if draft.job is not None:
+        draft.problems += resume_problems(draft.job)
+    if draft.errors:
         draft.job = None
-    print_draft(draft)
     return draft
 
 
-def print_draft(draft: Draft) -> None:
+def print_draft(draft: Draft, stderr: bool = False) -> None:
     """What is known of the job, what is wrong with it, and whether it can start."""
-    out = console()
+    out = console(stderr)
     out.print(describe(draft))
     if draft.options.print_config and draft.job is not None:
         print(json.dumps(draft.job.deepspeed, indent=2))

@@ -10,7 +10,7 @@ import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
         return EXIT_WRONG_JOB
     output_dir = None
     try:
-        with _only_rank_0_speaks(environment):
+        with _one_report_per_host(environment):
             options = parse_options(arguments)
             output_dir = options.output_dir
             job = _read_job(options, environment)
@@ -58,20 +58,20 @@ def _train(job: Job, environment: RankEnvironment) -> int:
     from pipeline.training.quiet import quiet_deepspeed
 
     quiet_deepspeed(environment.rank, job.deepspeed_reports)
-    from pipeline.training.run import RunFailed, run
+    from pipeline.training.run import Ending, RunFailed, run
+
+    def outcome(ending: Ending) -> Outcome:
+        return Outcome(ending.status, ending.step, environment.master_port, message=ending.message)
 
     try:
-        ending = run(job, environment)
+        ending = run(job, environment, lambda ending: write_outcome(job.output_dir, outcome(ending)))
     except JobError as error:
         return _refuse(error, environment, job.output_dir)
     except RunFailed as failure:
         return _fail(failure.error, failure.step, job, environment)
     except Exception as error:  # noqa: BLE001  (reported, recorded, and the exit code is 1)
         return _fail(error, 0, job, environment)
-    outcome = Outcome(ending.status, ending.step, environment.master_port, message=ending.message)
-    if environment.rank == 0:
-        write_outcome(job.output_dir, outcome)
-    return outcome.exit_code
+    return outcome(ending).exit_code
 
 
 def _fail(error: Exception, step: int, job: Job, environment: RankEnvironment) -> int:
@@ -85,17 +85,22 @@ def _fail(error: Exception, step: int, job: Job, environment: RankEnvironment) -
 
 
 def _refuse(error: JobError, environment: RankEnvironment, output_dir: str | None = None) -> int:
-    if environment.rank == 0:
+    if environment.local_rank == 0:
         print_problems(console(stderr=True), error.problems)
-        if output_dir is not None:
-            write_outcome(output_dir, Outcome("wrong_job", 0, environment.master_port))
+        # A folder that the job may not have is not written to, nor is one made for a job that is none.
+        if output_dir is not None and Path(output_dir).is_dir() and not _concerns_folder(error):
+            write_outcome(output_dir, Outcome("wrong_job", 0, environment.master_port, environment.rank))
     return EXIT_WRONG_JOB
 
 
+def _concerns_folder(error: JobError) -> bool:
+    return any(problem.key == "output_dir" for problem in error.problems)
+
+
 @contextlib.contextmanager
-def _only_rank_0_speaks(environment: RankEnvironment):
-    """Every rank finds the same problems; one report is enough."""
-    if environment.rank == 0:
+def _one_report_per_host(environment: RankEnvironment) -> Iterator[None]:
+    """The ranks of a host find the same problems; another host may lack a file that this one has."""
+    if environment.local_rank == 0:
         yield
         return
     with (

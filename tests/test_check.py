@@ -139,6 +139,15 @@ def test_help_shows_both_halves(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--hostfile" in shown and "--deepspeed_config" in shown and "--world_size" in shown
 
 
+def test_a_name_that_the_terminal_cannot_show_is_no_failure(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pipeline.check", "--model", "tiny", "--data", str(tmp_path / "n\u00f6")]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        command, cwd=PROJECT, capture_output=True, text=True, check=False, timeout=60, env=environment
+    )
+    assert done.returncode == 2 and "n\\xf6" in done.stdout, done.stderr
+
+
 @pytest.mark.parametrize("arguments", [["--seeed", "3"], ["--seed", "x"], ["--num_gpus", "two"]])
 def test_a_wrong_command_line_exits_with_2(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as stop:

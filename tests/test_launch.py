@@ -16,12 +16,12 @@ import pytest
 from pipeline.cluster import launch, launcher_command
 from pipeline.cluster.hostfile import Host
 from pipeline.cluster.launcher_command import Launch, plan_launch
-from pipeline.cluster.launcher_options import LauncherOptions, split_arguments
+from pipeline.cluster.launcher_options import LauncherOptions, launcher_problems, split_arguments
 from pipeline.cluster.outcome import Outcome, read_outcome, write_outcome
 from pipeline.cluster.run import run_launch
 from pipeline.cluster.supervise import Ended, Supervisor
 from pipeline.cluster.world import World
-from pipeline.job.problems import JobError
+from pipeline.job.problems import Problem
 
 ROOT = Path(__file__).parents[1]
 CPU = World((Host("localhost", 2),), "cpu")
@@ -58,32 +58,51 @@ def test_values_of_the_wrong_type_end_with_code_2(arguments: str) -> None:
     assert caught.value.code == 2
 
 
+def problems_of(arguments: str) -> list[Problem]:
+    return launcher_problems(split_arguments(arguments.split())[0])
+
+
 def test_impossible_launcher_options_are_collected() -> None:
-    with pytest.raises(JobError) as caught:
-        split_arguments("--master_port 70000 --ssh_port 0 --stop_timeout -1 --no_ssh".split())
-    assert [problem.key for problem in caught.value.problems] == [
+    problems = problems_of("--master_port 70000 --ssh_port 0 --stop_timeout -1 --no_ssh")
+    assert [problem.key for problem in problems] == [
         "master_port", "ssh_port", "stop_timeout", "no_ssh",
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "0"])
 def test_a_time_that_never_comes_is_refused(value: str) -> None:
-    with pytest.raises(JobError, match="stop_timeout"):
-        split_arguments(["--stop_timeout", value])
+    assert [problem.key for problem in problems_of(f"--stop_timeout {value}")] == ["stop_timeout"]
+
+
+@pytest.mark.parametrize("value", ["", "h1 h2", "h1;id", "-x"])
+def test_an_address_that_a_shell_would_read_is_refused(value: str) -> None:
+    assert [p.key for p in launcher_problems(LauncherOptions(master_addr=value))] == ["master_addr"]
+    for good in ("h1.example.org", "10.0.0.1", "fe80::1"):
+        assert launcher_problems(LauncherOptions(master_addr=good)) == []
 
 
 def test_a_place_below_the_first_host_is_refused() -> None:
-    with pytest.raises(JobError, match="hosts are counted from 0"):
-        split_arguments("--no_ssh --node_rank -1 --master_addr h1".split())
+    (problem,) = problems_of("--no_ssh --node_rank -1 --master_addr h1")
+    assert problem.rule == "hosts are counted from 0"
 
 
 def test_a_wrong_job_starts_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setattr(launch, "run_launch", lambda *_: pytest.fail("something was started"))
-    assert launch.main(["--hostfile", "no/such/file", "--seq_length", "-3", "--train_steps", "-1"]) == 2
+    arguments = "--hostfile no/such/file --master_port 0 --seq_length -3 --train_steps -1"
+    assert launch.main(arguments.split()) == 2
     printed = " ".join(capsys.readouterr().err.split())
     assert "no/such/file" in printed
+    assert "master_port" in printed
     assert "seq_length" in printed
     assert "train_steps" in printed
+
+
+def test_the_dict_for_deepspeed_is_printed_before_the_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(launch, "run_launch", lambda *_: 0)
+    assert launch.main(["--print_config", "--output_dir", str(tmp_path)]) == 0
+    assert '"train_micro_batch_size_per_gpu"' in capsys.readouterr().out
 
 
 # The launcher's command line ---------------------------------------------------------------------------
@@ -363,6 +382,16 @@ def run_launch_sh(tmp_path: Path, pythons: dict[str, str]) -> subprocess.Complet
     shutil.copy(ROOT / "launch.sh", tmp_path)
     line = [str(tools / "bash"), str(tmp_path / "launch.sh"), "--setup_only"]
     return subprocess.run(line, env={"PATH": str(tools)}, capture_output=True, text=True, check=False)
+
+
+def test_another_projects_pipeline_in_the_current_folder_is_not_taken(tmp_path: Path) -> None:
+    (tmp_path / "pipeline").mkdir()
+    (tmp_path / "pipeline" / "__init__.py").write_text("raise SystemExit(77)")
+    last_line = (ROOT / "launch.sh").read_text(encoding="utf-8").splitlines()[-1]
+    script = f"root={ROOT}\n{last_line.replace('$root/.venv/bin/python', sys.executable)}"
+    line = ["bash", "-c", script, "launch.sh", "--train_steps", "0"]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2 and "train_steps = 0" in done.stderr
 
 
 OLD_PYTHON = 'if [ "$1" = -V ]; then echo Python 3.9.1; else exit 1; fi'

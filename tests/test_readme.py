@@ -111,8 +111,9 @@ def clone(tmp_path: Path) -> Path:
     (copy / ".venv" / "bin").mkdir(parents=True)
     (copy / ".venv" / "bin" / "activate").touch()
     last_line = (ROOT / "launch.sh").read_text(encoding="utf-8").splitlines()[-1]
-    assert last_line == 'exec "$root/.venv/bin/python" -m pipeline.cluster.launch "$@"'
-    (copy / "launch.sh").write_text("#!/bin/sh\n" + last_line.replace('"$root/.venv/bin/python"', "python"))
+    assert last_line == 'exec "$root/.venv/bin/python" "$root/pipeline/cluster/launch.py" "$@"'
+    last_line = last_line.replace('"$root/.venv/bin/python"', "python")
+    (copy / "launch.sh").write_text(f"#!/bin/sh\nroot={copy}\n{last_line}\n")
     (copy / "launch.sh").chmod(0o755)
     (copy / "my_corpus").mkdir()
     for number in range(2):

@@ -2,14 +2,17 @@
 
     checkpoints/global_step100/...            DeepSpeed's shards
     checkpoints/global_step100/manifest.json  written when every rank's shards are complete
+    checkpoints/global_step150.partial/       being written, or left by a crash; never read
     checkpoints/latest                        the tag of the newest such checkpoint; replaced atomically, last
 
-A crash at any moment leaves `latest` pointing to a complete checkpoint, or no `latest` at all.
+A crash at any moment, of the host too, leaves `latest` pointing to a complete checkpoint, or no `latest` at
+all: a checkpoint takes its name when all of it is on the disk.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,10 +20,12 @@ from typing import Any
 from pipeline.job.job import Job
 from pipeline.job.problems import JobError, Problem
 from pipeline.job.run_file import CHECKPOINTS, identity
-from pipeline.training.atomic_file import replaced_atomically
+from pipeline.training.atomic_file import replaced_atomically, sync_folder
 
 LATEST = "latest"
 MANIFEST = "manifest.json"
+PARTIAL = ".partial"
+CHOOSE_ANOTHER = "Name another checkpoint with --resume PATH, or use another --output_dir"
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,7 @@ class Checkpoint:
     tag: str
     state: TrainState
     layout: dict[str, Any]
+    identity: dict[str, Any]
 
     @property
     def path(self) -> Path:
@@ -74,7 +80,7 @@ def layout_of(job: Job) -> dict[str, Any]:
 
 
 def write_manifest(job: Job, state: TrainState, path: Path) -> None:
-    """Describe the complete checkpoint at `path`; for one rank, after every rank has written."""
+    """Describe the complete checkpoint at `path`; for one rank, after every rank's files are on the disk."""
     files = sorted(file for file in path.rglob("*") if file.is_file() and file.name != MANIFEST)
     content = {
         "state": asdict(state),
@@ -84,6 +90,32 @@ def write_manifest(job: Job, state: TrainState, path: Path) -> None:
     }
     with replaced_atomically(path / MANIFEST) as file:
         file.write((json.dumps(content, indent=2) + "\n").encode())
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove what crashes during a save have left; for one rank, before any rank writes."""
+    for path in folder.glob(f"*{PARTIAL}*"):
+        shutil.rmtree(path)
+
+
+def publish(partial: Path) -> Path:
+    """Give a complete checkpoint its own name; for one rank.
+
+    A run that went back to an earlier checkpoint comes by its later steps again. What it wrote there the
+    first time is moved aside and goes last, so that at no moment shards of both lie in one folder.
+
+    Returns:
+        The checkpoint's folder.
+    """
+    path = partial.with_name(partial.name.removesuffix(PARTIAL))
+    replaced = path.with_name(f"{partial.name}.replaced")
+    if path.exists():
+        path.rename(replaced)
+    partial.rename(path)
+    sync_folder(path.parent)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+    return path
 
 
 def point_latest(folder: Path, tag: str) -> None:
@@ -101,9 +133,24 @@ def find_checkpoint(output_dir: str, resume: str) -> Checkpoint | None:
     folder = Path(output_dir) / CHECKPOINTS
     if resume == "never" or (resume == "auto" and not (folder / LATEST).exists()):
         return None
-    if resume == "auto":
-        return read_checkpoint(folder / (folder / LATEST).read_text(encoding="utf-8").strip())
-    return read_checkpoint(Path(resume))
+    return read_checkpoint(folder / _read_latest(folder) if resume == "auto" else Path(resume))
+
+
+def _read_latest(folder: Path) -> str:
+    """The tag in `latest`.
+
+    Raises:
+        JobError: the file cannot be read, or names nothing.
+    """
+    path = folder / LATEST
+    try:
+        tag = path.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        rule = f"cannot be read ({type(error).__name__}: {error})"
+        raise JobError([Problem("resume", str(path), rule, CHOOSE_ANOTHER)]) from error
+    if not tag:
+        raise JobError([Problem("resume", str(path), "names no checkpoint", CHOOSE_ANOTHER)])
+    return tag
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -112,18 +159,17 @@ def read_checkpoint(path: Path) -> Checkpoint:
     Raises:
         JobError: no manifest, or a file that it names is missing or has another size.
     """
-    remedy = "Name another checkpoint with --resume PATH, or use another --output_dir"
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        state, layout, files = TrainState(**manifest["state"]), manifest["layout"], manifest["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        state, layout, same = TrainState(**manifest["state"]), manifest["layout"], manifest["identity"]
+        wrong = [name for name, size in manifest["files"].items() if _size(path / name) != size]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         rule = f"is no complete checkpoint: {MANIFEST} cannot be read ({type(error).__name__}: {error})"
-        raise JobError([Problem("resume", str(path), rule, remedy)]) from error
-    wrong = [name for name, size in files.items() if _size(path / name) != size]
+        raise JobError([Problem("resume", str(path), rule, CHOOSE_ANOTHER)]) from error
     if wrong:
         rule = f"is no complete checkpoint: files missing or of another size than when saved: {wrong}"
-        raise JobError([Problem("resume", str(path), rule, remedy)])
-    return Checkpoint(path.parent, path.name, state, layout)
+        raise JobError([Problem("resume", str(path), rule, CHOOSE_ANOTHER)])
+    return Checkpoint(path.parent, path.name, state, layout, same)
 
 
 def resume_problems(job: Job) -> list[Problem]:
@@ -134,17 +180,24 @@ def resume_problems(job: Job) -> list[Problem]:
         return list(error.problems)
     if checkpoint is None:
         return []
-    here = layout_of(job)
-    differing = [
-        f"{key} {checkpoint.layout.get(key)} there, {here[key]} here"
-        for key in here
-        if here[key] != checkpoint.layout.get(key)
-    ]
-    if not differing:
-        return []
-    rule = f"was saved in another layout: {'; '.join(differing)}"
-    remedy = "Resume in the layout it was saved in, or start anew in another --output_dir"
-    return [Problem("resume", str(checkpoint.path), rule, remedy)]
+    problems = []
+    path = str(checkpoint.path)
+    if differing := _differing(checkpoint.layout, layout_of(job)):
+        rule = f"was saved in another layout: {differing}"
+        remedy = "Resume in the layout it was saved in, or start anew in another --output_dir"
+        problems.append(Problem("resume", path, rule, remedy))
+    # Files may have moved: whether the data is the same, its fingerprint tells when it has been read.
+    same = identity(job.options, job.model, job.batch.sequence_length) | {"data": None}
+    if differing := _differing(checkpoint.identity | {"data": None}, same):
+        rule = f"belongs to another run: {differing}"
+        problems.append(Problem("resume", path, rule, "Give that run's settings, or start anew"))
+    return problems
+
+
+def _differing(saved: dict[str, Any], here: dict[str, Any]) -> str:
+    return "; ".join(
+        f"{key} {saved.get(key)} there, {here[key]} here" for key in here if here[key] != saved.get(key)
+    )
 
 
 def _size(path: Path) -> int | None:

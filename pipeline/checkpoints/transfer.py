@@ -8,14 +8,18 @@ from pathlib import Path
 import torch.distributed as dist
 
 from pipeline.checkpoints.folder import (
+    PARTIAL,
     Checkpoint,
     TrainState,
     point_latest,
+    publish,
+    remove_partial,
     tag_of,
     write_manifest,
 )
 from pipeline.job.job import Job
 from pipeline.job.run_file import CHECKPOINTS
+from pipeline.training.atomic_file import sync_files
 from pipeline.training.engine import TrainEngine
 
 STATE_KEY = "train_state"
@@ -32,12 +36,20 @@ def save_checkpoint(engine: TrainEngine, job: Job, state: TrainState) -> Path:
     """
     folder = Path(job.output_dir) / CHECKPOINTS
     tag = tag_of(state.step)
+    partial = folder / f"{tag}{PARTIAL}"
+    if engine.parallel.rank == 0:
+        remove_partial(folder)
+    dist.barrier()  # nobody writes into what a crash has left: DeepSpeed reads every file that it finds
     engine.deepspeed.save_checkpoint(
-        str(folder), tag=tag, client_state={STATE_KEY: asdict(state)}, save_latest=False
+        str(folder), tag=partial.name, client_state={STATE_KEY: asdict(state)}, save_latest=False
     )
     dist.barrier()  # every shard is written
+    if engine.deepspeed.local_rank == 0:
+        sync_files(partial)
+    dist.barrier()  # and on the disk, from every host
     if engine.parallel.rank == 0:
-        write_manifest(job, state, folder / tag)
+        write_manifest(job, state, partial)
+        publish(partial)
         point_latest(folder, tag)
     dist.barrier()  # nobody goes on, and perhaps exits, before the checkpoint counts
     return folder / tag
@@ -61,4 +73,11 @@ def load_checkpoint(engine: TrainEngine, checkpoint: Checkpoint) -> TrainState:
             f"its manifest says {checkpoint.state}"
         )
     engine.step = state.step
+    if hasattr(engine.deepspeed.optimizer, "clip_grad"):
+        # DeepSpeed's optimizers bring theirs from the checkpoint; the JSON may have changed since.
+        engine.deepspeed.optimizer.clip_grad = engine.job.gradient_clipping
+    own = Path(engine.job.output_dir) / CHECKPOINTS
+    if engine.parallel.rank == 0 and own.resolve() == checkpoint.folder.resolve():
+        # Where a run went back to an earlier checkpoint, the later ones no longer belong to it.
+        point_latest(checkpoint.folder, checkpoint.tag)
     return state

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.job.problems import Problem
+from pipeline.job.user_input import read_text
 
 # Host names pass through ssh and two shells on their way: nothing in them may mean something to a shell.
 _HOST_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
@@ -48,9 +49,10 @@ def read_hostfile(path: str | Path) -> tuple[tuple[Host, ...], tuple[Problem, ..
     A line with a problem gives no host. The file being missing, unreadable or empty is a problem, too.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not text"
+        text = read_text(path)
+    except (OSError, ValueError) as error:
+        is_decoding = isinstance(error, UnicodeDecodeError)
+        reason = "it is not text" if is_decoding else getattr(error, "strerror", None) or str(error)
         rule = f"the named hostfile cannot be read ({reason})"
         return (), (Problem("hostfile", str(path), rule, "Correct the path, or leave --hostfile out"),)
     hosts, problems = _parse_lines(text, str(path))

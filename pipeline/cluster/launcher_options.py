@@ -7,7 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.job.problems import JobError, Problem
+from pipeline.cluster.hostfile import host_name_rule
+from pipeline.job.problems import Problem
 
 LAUNCHERS = ("pdsh", "openmpi", "mpich", "impi", "mvapich", "slurm")
 
@@ -76,21 +77,21 @@ def split_arguments(arguments: Sequence[str]) -> tuple[LauncherOptions, list[str
 
     Raises:
         SystemExit: code 2 after a message, for a value of the wrong type.
-        JobError: numbers out of range, or options that need each other; all of them.
     """
     parsed, rest = launcher_parser().parse_known_args(list(arguments))
-    options = LauncherOptions(**vars(parsed))
-    if problems := _problems(options):
-        raise JobError(problems)
-    return options, rest
+    return LauncherOptions(**vars(parsed)), rest
 
 
-def _problems(options: LauncherOptions) -> list[Problem]:
+def launcher_problems(options: LauncherOptions) -> list[Problem]:
+    """Values out of range, and options that need each other."""
     problems = []
     for key in ("master_port", "ssh_port"):
         port = getattr(options, key)
         if port is not None and not 1 <= port <= 65535:
             problems.append(Problem(key, port, "a port is from 1 to 65535", "Give another port"))
+    # host_name_rule knows no IPv6; its colons are as harmless as letters.
+    if options.master_addr is not None and (rule := host_name_rule(options.master_addr.replace(":", ""))):
+        problems.append(Problem("master_addr", options.master_addr, rule, "Give a host's name or address"))
     if not 0 < options.stop_timeout < math.inf:  # nor is NaN a time
         rule = "must be a number of seconds above 0"
         problems.append(Problem("stop_timeout", options.stop_timeout, rule, "Give a number of seconds"))

@@ -13,7 +13,12 @@ NEVER = 2**31 - 1
 
 
 def deepspeed_dict(
-    config: Settings, batch: Batch, precision: Precision, gradient_clipping: float, log_interval: int
+    config: Settings,
+    batch: Batch,
+    precision: Precision,
+    gradient_clipping: float,
+    reduce_bucket: int | None,
+    log_interval: int,
 ) -> dict[str, Any]:
     """What DeepSpeed needs and nothing that it would interpret in its own way.
 
@@ -24,6 +29,8 @@ def deepspeed_dict(
       the fp32 sums of bf16 weights before it adds those of other ranks.
     - comms_logger only where it is on: DeepSpeed takes the block itself for "enabled".
     - No optimizer and no scheduler: both are built here.
+    - No monitors: the engines would write what they know, a loss scaled for their own averaging, the rate of
+      the next step, samples counted once per sequence rank. The job feeds the monitors its own numbers.
     - Whole activations between pipeline stages: partitioned ones need tensors that divide by the tensor
       size, and tensor peers hold equal ones anyway.
     - No tensor_parallel and no sequence_parallel_size: these would start DeepSpeed's own slicing.
@@ -45,6 +52,8 @@ def deepspeed_dict(
     values["fp16"] = {**values.get("fp16", {}), "enabled": precision.compute == "fp16"}
     stage = config.get("zero_optimization.stage", 0)
     values["zero_optimization"] = {"stage": stage, **values.get("zero_optimization", {})}
+    if reduce_bucket is not None:
+        values["zero_optimization"]["reduce_bucket_size"] = reduce_bucket
     if "steps_per_print" not in values:
         values["steps_per_print"] = log_interval if values.get("wall_clock_breakdown") else NEVER
     return dict(sorted(values.items()))

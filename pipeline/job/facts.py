@@ -103,6 +103,13 @@ class Facts:
         return self.config.get("zero_optimization.stage", 0)
 
     @property
+    def uses_bf16_optimizer(self) -> bool:
+        """Whether DeepSpeed wraps the optimizer in its BF16_Optimizer instead of one of ZeRO's."""
+        if self.zero_stage != 1 or self.offload_device("offload_optimizer") != "none":
+            return False
+        return self.compute == "bf16" and self.accumulation == "fp32"
+
+    @property
     def sequence_length(self) -> int:
         if self.options.seq_length is None:
             defaults = self.defaults

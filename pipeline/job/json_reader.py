@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.job.problems import Problem
-from pipeline.job.user_input import is_text
+from pipeline.job.user_input import is_text, read_text
 
 _SPACE = re.compile(r"(?:\s|//[^\n]*|#[^\n]*|/\*.*?\*/)*", re.DOTALL)
 _STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"')
@@ -65,10 +65,10 @@ def read_json(path: Path, option: str = "deepspeed_config", kind: str = "a DeepS
         option: The option that named the file, and `kind` what it should name.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_text(path).removeprefix("\ufeff")
     except FileNotFoundError:
         rule = "there is no such file"
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         rule = f"cannot be read as JSON ({type(error).__name__}: {error})"
     else:
         return parse_json(text, str(path))
@@ -88,9 +88,9 @@ def parse_json(text: str, path: str) -> Document:
 
 
 def _excerpt(text: str, position: int) -> str:
-    """The line that holds `position`."""
+    """The line that holds `position`, or its beginning."""
     start = text.rfind("\n", 0, position) + 1
-    return text[start:].split("\n", 1)[0].strip()
+    return text[start : start + 100].split("\n", 1)[0].strip()
 
 
 class _Parser:

@@ -54,16 +54,6 @@ def resolved_monitors(config: Mapping[str, object], output_dir: str) -> dict[str
     return blocks
 
 
-def without_monitors(config: Mapping[str, object]) -> dict[str, object]:
-    """`config` for `deepspeed.initialize`.
-
-    The engines would write as well, and write what they know: a loss scaled for their own averaging,
-    a learning rate of the next step, samples counted once per sequence rank. The job builds the
-    monitors itself and gives them its own numbers.
-    """
-    return {key: value for key, value in config.items() if key not in MONITORS}
-
-
 def _is_installed(module: str) -> bool:
     """A folder ``wandb/`` that an earlier run left here looks like a package, but has no origin."""
     spec = find_spec(module)

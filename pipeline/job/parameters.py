@@ -5,6 +5,7 @@ The layer list is the unit of pipelining: token embedding, positions, blocks, fi
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pipeline.job.model_config import ModelConfig
@@ -50,6 +51,13 @@ def layer_parameters(model: ModelConfig, *, padded: bool = True) -> tuple[LayerS
 def total_parameters(model: ModelConfig, *, padded: bool = False) -> int:
     """Parameters of the whole model, tied ones once; by default as published, without vocabulary padding."""
     return sum(layer.parameters for layer in layer_parameters(model, padded=padded))
+
+
+def stage_parameters(layers: Iterable[LayerSize]) -> int:
+    """Parameters in memory; a tied output layer adds its weight only where the embedding is elsewhere."""
+    layers = list(layers)
+    shared = any(layer.name == "embedding" for layer in layers)
+    return sum(layer.parameters if shared else layer.held for layer in layers)
 
 
 def block_parameters(model: ModelConfig) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
+from io import TextIOWrapper
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -11,7 +13,7 @@ from rich.text import Text
 from pipeline.cluster.world import World
 from pipeline.job.job import Batch, Job, OptimizerConfig
 from pipeline.job.model_config import ModelConfig
-from pipeline.job.parameters import LayerSize, layer_parameters, total_parameters
+from pipeline.job.parameters import LayerSize, layer_parameters, stage_parameters, total_parameters
 from pipeline.job.problems import Problem
 from pipeline.job.resolve import Draft
 from pipeline.parallel.mesh import Mesh
@@ -23,6 +25,10 @@ PIPED_WIDTH = 110
 
 def console(stderr: bool = False) -> Console:
     """Colours on a terminal; plain text of a fixed width in a pipe or file."""
+    stream = sys.stderr if stderr else sys.stdout
+    if isinstance(stream, TextIOWrapper):
+        # A file name that the terminal's encoding lacks must not end the program.
+        stream.reconfigure(errors="backslashreplace")
     made = Console(stderr=stderr, highlight=False)
     return made if made.is_terminal else Console(stderr=stderr, highlight=False, width=PIPED_WIDTH)
 
@@ -153,13 +159,6 @@ def layer_names(layers: Sequence[LayerSize]) -> str:
         elif layer.name == f"block {blocks[0]}":
             names.append(layer.name if len(blocks) == 1 else f"blocks {blocks[0]}-{blocks[-1]}")
     return ", ".join(names)
-
-
-def stage_parameters(layers: Iterable[LayerSize]) -> int:
-    """Parameters in memory; a tied output layer adds its weight only where the embedding is elsewhere."""
-    layers = list(layers)
-    shared = any(layer.name == "embedding" for layer in layers)
-    return sum(layer.parameters if shared else layer.held for layer in layers)
 
 
 def batch_line(batch: Batch) -> str:

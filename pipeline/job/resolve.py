@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from pipeline.cluster.world import World
 from pipeline.job.batch import MICRO, STEPS, TRAIN, BatchRequest, resolve_batch
+from pipeline.job.buckets import reduce_bucket
 from pipeline.job.deepspeed_dict import deepspeed_dict
 from pipeline.job.facts import Facts, known
 from pipeline.job.job import Batch, Job, OptimizerConfig, Precision, Resolved
@@ -231,6 +232,9 @@ def _assemble(facts: Facts, draft: Draft) -> Job:
     clipping = config.get("gradient_clipping")
     if clipping is None:
         clipping = draft.note("gradient_clipping", 1.0, "default; 0 turns it off")
+    bucket = reduce_bucket(facts, known(draft.stages))
+    if bucket is not None:
+        draft.resolved.append(bucket)
     eval_interval = options.eval_interval
     if eval_interval is None:
         eval_interval = draft.note("eval_interval", max(1, steps // 10), "a tenth of the run")
@@ -252,7 +256,14 @@ def _assemble(facts: Facts, draft: Draft) -> Job:
         gradient_clipping=float(clipping),
         optimizer=known(draft.optimizer),
         output_dir=output_dir,
-        deepspeed=deepspeed_dict(config, batch, precision, float(clipping), options.log_interval),
+        deepspeed=deepspeed_dict(
+            config,
+            batch,
+            precision,
+            float(clipping),
+            bucket.value if bucket else None,
+            options.log_interval,
+        ),
         monitors=resolved_monitors(config.values, output_dir),
         json=config.written,
         resolved=tuple(draft.resolved),

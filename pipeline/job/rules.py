@@ -104,8 +104,8 @@ RULES: tuple[Rule, ...] = (
          "it is emulated", zero.bf16_native),
     Rule("bf16 at stage 0", "bf16 at ZeRO stage 0 needs grad_accum_dtype = bf16, said explicitly",
          "DeepSpeed cannot sum in fp32 there", zero.bf16_zero0),
-    Rule("fp16 at stage 0", "fp16 at ZeRO stage 0 sums in fp16",
-         "DeepSpeed cannot sum in fp32 there", zero.fp16_zero0),
+    Rule("fp16 at stage 0", "fp16 needs ZeRO stage 1, 2 or 3",
+         "at stage 0 DeepSpeed divides gradients by a loss scale that it did not apply", zero.fp16_zero0),
     Rule("tied gradients", "With pipeline stages, fp16 weights or offloaded optimizer state need sums in the "
          "weights' format", "else DeepSpeed does not add the tied embedding's gradients of two stages",
          zero.tied_gradients),

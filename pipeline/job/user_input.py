@@ -1,8 +1,11 @@
-"""Questions about paths and texts that a user gave. None raises: what cannot be reached is not there."""
+"""Paths and texts that a user gave. No question raises: what cannot be reached is not there."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+# No description of a job, host list or model is as large; data is, and /dev/zero has no end.
+MOST_BYTES = 2**20
 
 
 def exists(path: str | Path) -> bool:
@@ -19,6 +22,20 @@ def is_folder(path: str | Path) -> bool:
 
 def is_file(path: str | Path) -> bool:
     return exists(path) and Path(path).is_file()
+
+
+def read_text(path: str | Path) -> str:
+    """A whole file of UTF-8.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not UTF-8, or larger than 1 MiB.
+    """
+    with Path(path).open("rb") as file:
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise ValueError(f"it is larger than {MOST_BYTES:,} bytes")
+    return content.decode()
 
 
 def is_text(value: str) -> bool:

@@ -78,7 +78,7 @@ def second_shard(f: Facts) -> Iterable[Problem]:
 
 
 def bf16_optimizer_keys(f: Facts) -> Iterable[Problem]:
-    if not _bf16_optimizer(f):
+    if not f.uses_bf16_optimizer:
         return
     for name in ("contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "overlap_comm",
                  "use_multi_rank_bucket_allreduce", "round_robin_gradients",
@@ -93,15 +93,9 @@ def overflow_check(f: Facts) -> Iterable[Problem]:
     key = "bf16.check_grad_overflow"
     if not f.config.given(key) or f.compute != "bf16":
         return
-    if f.zero_stage not in (1, 2) or _bf16_optimizer(f):
+    if f.zero_stage not in (1, 2) or f.uses_bf16_optimizer:
         rule = f"does not act at ZeRO stage {f.zero_stage} with sums in {f.accumulation}"
         yield f.config.problem(key, rule, "Remove it, or use ZeRO stage 2", warn=True)
-
-
-def _bf16_optimizer(f: Facts) -> bool:
-    """Whether DeepSpeed wraps the optimizer in its BF16_Optimizer instead of one of ZeRO's."""
-    offloaded = f.offload_device("offload_optimizer") != "none"
-    return f.compute == "bf16" and f.accumulation == "fp32" and f.zero_stage == 1 and not offloaded
 
 
 def one_precision(f: Facts) -> Iterable[Problem]:
@@ -139,9 +133,11 @@ def bf16_zero0(f: Facts) -> Iterable[Problem]:
 
 
 def fp16_zero0(f: Facts) -> Iterable[Problem]:
-    if f.compute == "fp16" and f.zero_stage == 0 and f.accumulation != "fp16":
-        rule = "must be fp16 at ZeRO stage 0 with fp16 weights: DeepSpeed cannot sum in fp32 there"
-        yield f.config.problem(ACCUMULATION, rule, "Use ZeRO stage 1", f.accumulation)
+    """DeepSpeed 0.19.8 divides gradients there by the loss scale, and nothing has multiplied the loss by it:
+    SGD takes steps that much shorter, and Adam's epsilon outweighs the gradients."""
+    if f.compute == "fp16" and f.zero_stage == 0:
+        rule = "needs ZeRO stage 1, 2 or 3: at stage 0 DeepSpeed leaves out the loss scale"
+        yield f.config.problem("fp16.enabled", rule, f"Set {STAGE} to 1")
 
 
 def tied_gradients(f: Facts) -> Iterable[Problem]:

@@ -27,6 +27,11 @@ def all_reduce(tensor: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.
     return tensor
 
 
+def _own_copy(tensor: Tensor) -> Tensor:
+    """A contiguous copy, made in one pass whatever the strides were."""
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
 class _CopyTo(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
@@ -37,13 +42,13 @@ class _CopyTo(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         # Autograd may hand the same gradient tensor to other branches (a residual sum does), so it
         # must not be reduced in place.
-        return all_reduce(grad.contiguous().clone(), ctx.group), None
+        return all_reduce(_own_copy(grad), ctx.group), None
 
 
 class _ReduceFrom(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        return all_reduce(tensor.contiguous().clone(), group)
+        return all_reduce(_own_copy(tensor), group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

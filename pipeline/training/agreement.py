@@ -42,19 +42,34 @@ class DataMismatch(RuntimeError):
     """Hosts that must read the same tokens do not."""
 
 
-def agree_on_data(parallel: Parallel, fingerprint: str) -> None:
-    """Compare the tokens that each rank reads, by the hexadecimal hash of all of them.
+class StartMismatch(RuntimeError):
+    """Hosts that must continue from the same checkpoint do not see the same one."""
+
+
+def agree_on_start(parallel: Parallel, fingerprint: str, step: int) -> None:
+    """Compare the tokens that each rank reads, by the hexadecimal hash of all of them, and the step after
+    which each would go on.
 
     Raises:
-        DataMismatch: on every rank alike, naming the ranks that differ from rank 0.
+        DataMismatch, StartMismatch: on every rank alike, naming the ranks that differ from rank 0.
     """
-    rows = gather_rows(parallel, int(fingerprint[:15], 16))  # 60 bits fit an int64
-    odd = [rank for rank in range(len(rows)) if rows[rank] != rows[0]]
-    if odd:
+    rows = gather_rows(parallel, int(fingerprint[:15], 16), step)  # 60 bits fit an int64
+    if odd := _unlike_first(rows[:, 0]):
         raise DataMismatch(
             f"ranks {odd} read other training tokens than rank 0: give every host the same files, "
             f"or for the embedded corpus the same Python version"
         )
+    if odd := _unlike_first(rows[:, 1]):
+        steps = ", ".join(f"rank {rank} after step {int(rows[rank, 1])}" for rank in (0, odd[0]))
+        raise StartMismatch(
+            f"ranks {odd} find another checkpoint to go on from than rank 0 ({steps}): "
+            f"the output folder must be the same, shared one on every host"
+        )
+
+
+def _unlike_first(values: torch.Tensor) -> list[int]:
+    """Ranks whose value, of [world], is not rank 0's."""
+    return (values != values[0]).nonzero().flatten().tolist()
 
 
 def agree_on_step(parallel: Parallel, batch: StepBatch, stop: bool, verify: bool) -> StepAgreement:

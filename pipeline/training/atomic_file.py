@@ -29,9 +29,19 @@ def replaced_atomically(path: Path) -> Iterator[IO[bytes]]:
     sync_folder(path.parent)
 
 
+def sync_files(folder: Path) -> None:
+    """Return once all that is below `folder`, whichever process of this host wrote it, is on the disk."""
+    for path in [*folder.rglob("*"), folder]:
+        _sync(path)
+
+
 def sync_folder(folder: Path) -> None:
     """Make renames and new names in `folder` survive a crash of the host."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -25,9 +25,22 @@ def build_optimizer(config: OptimizerConfig, module: nn.Module) -> torch.optim.O
         {"params": vectors, "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
+    optimizer = _optimizer(config, groups)
+    optimizer.register_load_state_dict_pre_hook(_keep_settings)
+    return optimizer
+
+
+def _optimizer(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     if config.type == "SGD":
         return torch.optim.SGD(
             groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=config.fused
         )
     kind = torch.optim.AdamW if config.type == "AdamW" else torch.optim.Adam
     return kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=config.fused)
+
+
+def _keep_settings(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    """Of a checkpoint, take the state but not the settings (weight decay, betas, ...): those are the JSON's,
+    which may have changed since. Before the load, because `fused` decides where torch puts the state."""
+    pairs = zip(optimizer.param_groups, saved["param_groups"], strict=True)
+    return saved | {"param_groups": [{**now, "params": then["params"]} for now, then in pairs]}

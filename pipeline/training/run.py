@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -21,7 +21,7 @@ from pipeline.data.training_data import DataSettings, TrainingData, load_data
 from pipeline.job.job import Job
 from pipeline.job.run_file import write_run_file
 from pipeline.parallel.context import Parallel
-from pipeline.training.agreement import agree_on_data
+from pipeline.training.agreement import agree_on_start, gather_rows
 from pipeline.training.build import build_engine
 from pipeline.training.console import Console, evaluation_line, make_console
 from pipeline.training.devices import peak_tflops
@@ -39,6 +39,8 @@ from pipeline.training.signals import StopRequest
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 TOKENIZER_FOLDER = "tokenizer"
+# Up to four passes, repeated tokens are nearly worth new ones (Muennighoff et al. 2023).
+MANY_PASSES = 4
 # How long a collective waits for other ranks: longer than the slowest save.
 GROUP_TIMEOUT = timedelta(minutes=30)
 
@@ -64,8 +66,11 @@ class RunFailed(Exception):
         self.error, self.step = error, step
 
 
-def run(job: Job, environment: RankEnvironment) -> Ending:
+def run(job: Job, environment: RankEnvironment, record: Callable[[Ending], None]) -> Ending:
     """Train `job` as the rank that `environment` describes.
+
+    `record` is called by rank 0 with the ending, before any rank leaves: a launcher ends all ranks as soon as
+    one has left with an exit code other than 0, which a stopped run's is.
 
     Raises:
         JobError: the data cannot be used (found before ranks meet, on every rank alike).
@@ -84,23 +89,26 @@ def run(job: Job, environment: RankEnvironment) -> Ending:
         remote = _remote_cache(job, console)  # local copies are kept as long as it is open
         data = _data(job, state, console, remote)
         start_distributed(job.world.device, environment.local_rank, GROUP_TIMEOUT)
-        if rank == 0:
-            write_run_file(job)
-            data.tokenizer.save(Path(job.output_dir) / TOKENIZER_FOLDER)
         parallel = Parallel.create(job.mesh, GROUP_TIMEOUT)
-        agree_on_data(parallel, data.fingerprint)
+        agree_on_start(parallel, data.fingerprint, state.step)
         with captured_stdout():
             engine = build_engine(job, parallel)
         if checkpoint:
             load_checkpoint(engine, checkpoint)
+        if rank == 0:
+            write_run_file(job)  # only now: the folder belongs to a job that could be built
+            data.tokenizer.save(Path(job.output_dir) / TOKENIZER_FOLDER)
         resumed = f"resumed from {checkpoint.path}" if checkpoint else "starting at step 0"
-        console.start([*data.summary(), *parallelism(job), resumed])
+        console.start([*data.summary(), *repetition(job, data), *parallelism(job), resumed])
         try:
             ending = _train(job, parallel, engine, data, state, stop, console)
         except Exception as error:
             raise RunFailed(error, engine.step) from error
         finally:
             console.finish()
+        if rank == 0:
+            record(ending)
+        gather_rows(parallel, 0)  # a barrier: nobody leaves before that
         stop_distributed()
         remote.close()
     return ending
@@ -182,15 +190,14 @@ def _train(
         if status == "stopped":
             console.message(f"stopped after step {done} of {job.train_steps}; {_resume_hint(job)}")
             return Ending("stopped", done, stop.signal_name or "asked to stop on another rank")
-        if state.step >= job.train_steps:
-            console.message(f"the run had finished at step {done} before; {_go_on_hint(job)}")
+        if state.step >= job.train_steps:  # it had finished before, and no step evaluated it
             for name, batches in eval_sets:
                 loss = evaluate(engine, parallel, batches)
                 console.message(evaluation_line(EvalMetrics(done, loss, name), job.train_steps))
         if job.options.sample_tokens > 0:
             prompt, count = job.options.sample_prompt, job.options.sample_tokens
             console.message(f"sample:\n{sample_text(engine, job, data.tokenizer, prompt, count)}\n")
-        console.message(f"finished {done} steps; {_go_on_hint(job)}")
+        console.message(f"finished {done} steps; {_go_on_hint(job, done)}")
     return Ending("finished", done, "")
 
 
@@ -230,6 +237,16 @@ def _speedometer(job: Job) -> Speedometer:
     )
 
 
+def repetition(job: Job, data: TrainingData) -> list[str]:
+    """A line where a run repeats its data so often that repeating stops to help."""
+    passes = job.train_steps * job.batch.tokens_per_step / data.train.num_tokens
+    if passes <= MANY_PASSES:
+        return []
+    return [
+        f"this run goes {passes:,.0f} times over the training data and will learn it by heart: give it more"
+    ]
+
+
 def parallelism(job: Job) -> list[str]:
     """One line for each kind of parallelism that the job applies."""
     mesh, lines = job.mesh, []
@@ -254,8 +271,8 @@ def _resume_hint(job: Job) -> str:
     return f"to resume: ./launch.sh --config {job.output_dir}/run.json --output_dir {job.output_dir}"
 
 
-def _go_on_hint(job: Job) -> str:
+def _go_on_hint(job: Job, done: int) -> str:
     return (
         f"to train on: ./launch.sh --config {job.output_dir}/run.json --output_dir {job.output_dir} "
-        f"--train_steps {2 * job.train_steps}"
+        f"--train_steps {2 * done}"
     )

@@ -37,9 +37,22 @@ def test_sums_in_fp32_take_twice_the_gradients():
     assert in_bf16.parameters == in_fp32.parameters == 2000
 
 
-def test_fp32_weights_are_their_own_master_copy_without_zero():
-    assert states(1000, 2, 0, "fp32", "fp32").optimizer == 8000
-    assert states(1000, 2, 1, "fp32", "fp32").optimizer == 6000
+def test_a_bf16_gradient_stays_beside_its_fp32_sum_at_stage_1():
+    assert states(1000, 4, 1, "bf16", "bf16").gradients == 2000
+    assert states(1000, 4, 1, "bf16", "fp32").gradients == 6000
+
+
+def test_an_offloaded_share_of_the_gradient_comes_on_top_at_stage_1():
+    assert [states(1000, 4, stage, "fp32", "fp32", True).gradients for stage in (1, 2, 3)] == [
+        5000,
+        1000,
+        1000,
+    ]
+
+
+@pytest.mark.parametrize(("stage", "size"), [(0, 8000), (1, 6000), (2, 6000), (3, 6000)])
+def test_fp32_weights_are_their_own_masters_without_zero(stage: int, size: int):
+    assert states(1000, 2, stage, "fp32", "fp32").optimizer == size
 
 
 @pytest.mark.parametrize(("stages", "count"), [(2, 1), (2, 8), (4, 4), (8, 32)])

@@ -94,9 +94,20 @@ def test_loss_curves_of_one_precision_are_equal(tmp_path: Path, small: list[str]
     assert len(values["curves"]["cpu-fp32"]) == 4
 
 
-@pytest.mark.slow
-def test_a_batch_that_does_not_divide_is_refused(small: list[str]):
-    assert throughput.main([*small, "--device", "cpu", "--batch", "3"]) == 2
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ("--batch 3", "train_batch_size"),
+        ("--rounds 0 --steps 0", "steps"),
+        ("--only plain triner", "trainer"),
+        ("--model no-such-model", "no-such-model"),
+    ],
+)
+def test_a_comparison_that_cannot_run_is_refused(
+    arguments: str, named: str, small: list[str], capsys: pytest.CaptureFixture[str]
+):
+    assert throughput.main([*small, "--device", "cpu", *arguments.split()]) == 2
+    assert named in capsys.readouterr().err
 
 
 def refuse(argument: str, environment: RankEnvironment, clock: Clock) -> None:

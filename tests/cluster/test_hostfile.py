@@ -41,6 +41,7 @@ def test_good_files(tmp_path: Path, text: str, expected: list[tuple[str, int]]) 
     [
         ("h1", "the slot count is missing"),
         ("h1:2", "not a host name"),
+        ("\ufeffh1 slots=2", "not a host name"),  # DeepSpeed would take the mark for a part of the name
         ("h1 slots", "without spaces around '='"),
         ("h1 slots = 2", "without spaces around '='"),
         ("h1 slots=", "without spaces around '='"),
@@ -98,6 +99,7 @@ def test_a_missing_file_is_a_problem(tmp_path: Path) -> None:
 
 def test_a_folder_and_a_binary_file_are_problems(tmp_path: Path) -> None:
     assert "directory" in read_hostfile(tmp_path)[1][0].rule
+    assert "larger than" in read_hostfile("/dev/zero")[1][0].rule
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     assert "not text" in read_hostfile(tmp_path / "binary")[1][0].rule
 

@@ -1,4 +1,4 @@
-"""Two checkpoints, compared to the last bit. `differing_files` runs in a rank, where DeepSpeed is imported."""
+"""Two checkpoints compared to the last bit, in a rank, where DeepSpeed is imported already."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.job.monitors import MONITORS
 from tests.job.drafts import A100, draft, world
 
 CONFIG = {
@@ -68,6 +69,11 @@ def test_the_comms_logger_is_there_only_where_it_is_on(tmp_path: Path) -> None:
         block = {"enabled": enabled, "verbose": True}
         job = draft(tmp_path, {"comms_logger": block}).job
         assert job is not None and job.deepspeed.get("comms_logger") == (block if enabled else None)
+
+
+def test_the_engines_get_no_monitor(tmp_path: Path) -> None:
+    job = draft(tmp_path, {"csv_monitor": {"enabled": True}, "wandb": {"enabled": False}}).job
+    assert job is not None and not job.deepspeed.keys() & MONITORS.keys()
 
 
 def test_fp16_keeps_its_loss_scale(tmp_path: Path) -> None:

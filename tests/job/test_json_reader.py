@@ -88,6 +88,10 @@ def test_refuses_what_is_not_json(text: str, line: int, rule: str) -> None:
     assert rule in document.problems[-1].rule
 
 
+def test_a_long_line_is_shown_in_part() -> None:
+    assert parse_json('{"a": ' * 3000, "f.json").problems[-1].value == ('{"a": ' * 17)[:100].strip()
+
+
 def test_a_missing_file_is_a_problem(tmp_path: Path) -> None:
     (problem,) = read_json(tmp_path / "eyJhIjogMX0=").problems
     assert (problem.key, problem.rule) == ("deepspeed_config", "there is no such file")
@@ -95,7 +99,7 @@ def test_a_missing_file_is_a_problem(tmp_path: Path) -> None:
 
 def test_a_folder_and_binary_data_are_problems(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    for path in (tmp_path, tmp_path / "binary"):
+    for path in (tmp_path, tmp_path / "binary", Path("/dev/zero")):
         (problem,) = read_json(path).problems
         assert "cannot be read" in problem.rule
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.job.monitors import MONITORS, monitor_problems, resolved_monitors, without_monitors
+from pipeline.job.monitors import MONITORS, monitor_problems, resolved_monitors
 
 
 @pytest.mark.parametrize(("key", "module"), [(k, m) for k, m in MONITORS.items() if m is not None])
@@ -61,11 +61,6 @@ def test_files_go_under_the_run_unless_the_json_says_where():
         "csv_monitor": {"enabled": True, "output_path": "elsewhere"},
     }
     assert "output_path" not in config["tensorboard"], "the user's JSON was changed"
-
-
-def test_the_engines_get_no_monitor():
-    config = {key: {"enabled": True} for key in MONITORS} | {"gradient_clipping": 1.0}
-    assert without_monitors(config) == {"gradient_clipping": 1.0}
 
 
 def test_no_heavy_module_is_imported():

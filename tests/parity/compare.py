@@ -16,12 +16,21 @@ from pipeline.parallel.dropout import DropoutClock
 from pipeline.parallel.parameters import ParameterFactory
 from tests.parity.batches import global_batches
 from tests.parity.cases import SEED, STEPS, Case
-from tests.parity.ranks import LOGITS_AT, RankRun, Slice
+from tests.parity.ranks import LOGITS_AT, PARTIAL, RankRun, Slice
 from tests.reference import ReferenceRun, token_loss, train_reference
 
-FP32_TOLERANCE = 1e-5
-# Relative spacing of fp32 numbers: what storing a weight may change it by.
-FP32_SPACING = 2.0**-23
+
+class Tolerance(NamedTuple):
+    """Largest relative difference of losses, and of all else."""
+
+    loss: float
+    other: float
+
+
+# bf16 keeps 8 bits: each activation and its gradient are rounded by up to 2^-9 = 0.2 %.
+TOLERANCE = {"fp32": Tolerance(1e-5, 1e-5), "bf16": Tolerance(1e-2, 6e-2)}
+# Relative spacing of numbers: what storing a weight may change it by.
+SPACING = {"fp32": 2.0**-23, "bf16": 2.0**-7}
 
 
 class Difference(NamedTuple):
@@ -51,8 +60,19 @@ class Oracle(NamedTuple):
 
     run: ReferenceRun
     initial: dict[str, Tensor]
-    eval_loss: float
-    logits: list[Tensor]
+    model: OracleGPT
+
+    @torch.no_grad()
+    def eval_loss(self, case: Case, step: int, rows: int) -> float:
+        """Of the first `rows` of a batch."""
+        tokens, labels, mask = (part[step, :rows] for part in global_batches(case.batch))
+        return token_loss(self.model.eval()(tokens), labels, mask, case.config.vocab_size).item()
+
+    @torch.no_grad()
+    def logits(self, case: Case) -> list[Tensor]:
+        """At each of `LOGITS_AT`, for the first row of the last batch."""
+        row = global_batches(case.batch).tokens[-1, :1]
+        return list(self.model.eval()(row)[0, list(LOGITS_AT), : case.config.vocab_size])
 
 
 def oracle(case: Case) -> Oracle:
@@ -74,11 +94,7 @@ def _oracle(case: Case) -> Oracle:
         vocab_size=case.config.vocab_size,
         optimizer=None if case.optimizer == "SGD" else partial(_torch_optimizer, case),
     )
-    with torch.no_grad():
-        logits = model.eval()(batches.tokens[-1])
-    loss = token_loss(logits, batches.labels[-1], batches.mask[-1], case.config.vocab_size)
-    rows = [logits[0, position, : case.config.vocab_size] for position in LOGITS_AT]
-    return Oracle(run, initial, loss.item(), rows)
+    return Oracle(run, initial, model)
 
 
 def _torch_optimizer(case: Case, named: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
@@ -113,46 +129,52 @@ def assemble(runs: list[RankRun], moment: int) -> dict[str, Tensor]:
     return {name: _whole([parts[rank] for rank in sorted(parts)]) for name, parts in held.items()}
 
 
-def differences(case: Case, runs: list[RankRun], tolerance: float = FP32_TOLERANCE) -> list[Difference]:
+def differences(case: Case, runs: list[RankRun]) -> list[Difference]:
     """Everything in which the ranks' training is not the oracle's.
 
     Losses, norms: relative. Gradients, weights: the norm of the difference over the norm of the tensor,
     because single elements can be zero in exact arithmetic (the bias of k, without positions). Gradients
     are read from the first update, (w0 - w1) / lr, so that the rounding of w0 and w1 comes on top:
-    ``FP32_SPACING * |w| / lr``. Adam's update does not show the gradient.
+    ``spacing * |w| / lr``. Adam's update does not show the gradient.
     """
-    truth = oracle(case)
-    found = [difference for run in runs for difference in _scalars(run, truth, tolerance)]
+    truth, tolerance = oracle(case), TOLERANCE[case.precision]
+    # Under ZeRO the weights that are compared are the fp32 master copies.
+    spacing = SPACING["fp32" if case.zero else case.precision]
+    found = [difference for run in runs for difference in _scalars(case, run, truth, tolerance)]
     initial, first, last = (assemble(runs, moment) for moment in range(3))
     if initial.keys() != truth.initial.keys():
         return [Difference(f"names {sorted(initial.keys() ^ truth.initial.keys())}", math.inf, 0.0)]
     clip = min(1.0, case.clip / (truth.run.grad_norms[0] + 1e-6)) if case.clip else 1.0
     for name, weight in truth.initial.items():
-        if not torch.equal(initial[name], weight):
-            found.append(Difference(f"initial {name}", _relative(initial[name], weight), 0.0))
+        start = weight if case.precision == "fp32" else weight.bfloat16().float()
+        if not torch.equal(initial[name], start):
+            found.append(Difference(f"initial {name}", _relative(initial[name], start), 0.0))
         if case.optimizer != "AdamW":
             gradient = truth.run.gradients[name] * clip
-            rounding = FP32_SPACING * weight.norm().item() / case.learning_rate
-            allowed = tolerance + rounding / gradient.norm().item()
+            rounding = spacing * weight.norm().item() / case.learning_rate
+            allowed = tolerance.other + rounding / gradient.norm().item()
             found += _beyond(
                 f"gradient {name}", (initial[name] - first[name]) / case.learning_rate, gradient, allowed
             )
-        found += _beyond(f"weight {name}", last[name], truth.run.weights[name], tolerance)
+        found += _beyond(f"weight {name}", last[name], truth.run.weights[name], tolerance.other)
     return found
 
 
-def _scalars(run: RankRun, truth: Oracle, tolerance: float) -> list[Difference]:
+def _scalars(case: Case, run: RankRun, truth: Oracle, tolerance: Tolerance) -> list[Difference]:
+    """Losses, norms and logits; each rank reports them all."""
+    part = case.micro_batch * case.data
+    expected_eval = [truth.eval_loss(case, STEPS - 1, case.batch), truth.eval_loss(case, PARTIAL, part)]
+    losses = [step.loss for step in run.steps] + run.eval_losses
+    pairs = [
+        ("losses by step, then evaluated", losses, [*truth.run.losses, *expected_eval], tolerance.loss),
+        ("norms by step", [step.grad_norm for step in run.steps], truth.run.grad_norms, tolerance.other),
+    ]
     found = []
-    for step, result in enumerate(run.steps):
-        for what, value, expected in (
-            ("loss", result.loss, truth.run.losses[step]),
-            ("norm", result.grad_norm, truth.run.grad_norms[step]),
-        ):
-            found += _beyond(f"{what} of step {step}", torch.tensor(value), torch.tensor(expected), tolerance)
-    found += _beyond("eval loss", torch.tensor(run.eval_loss), torch.tensor(truth.eval_loss), tolerance)
-    for position, logits, expected in zip(LOGITS_AT, run.logits, truth.logits, strict=True):
-        found += _beyond(f"logits at {position}", logits, expected, tolerance)
-    assert len(run.steps) == STEPS
+    for what, values, expected, allowed in pairs:
+        for index, (value, right) in enumerate(zip(values, expected, strict=True)):
+            found += _beyond(f"{what}, {index}", torch.tensor(value), torch.tensor(right), allowed)
+    for position, logits, right in zip(LOGITS_AT, run.logits, truth.logits(case), strict=True):
+        found += _beyond(f"logits at {position}", logits, right, tolerance.other)
     return [Difference(f"rank {tuple(run.coordinates)}: {d.what}", d.size, d.allowed) for d in found]
 
 

@@ -37,12 +37,14 @@ FAST = (
 _AXES = (
     Case(model="llama", recompute="full"),
     Case(model="no bias"),
+    Case(accumulation=4, clip=0.002, learning_rate=250.0),
     Case(optimizer="momentum", accumulation=2),
     Case(data=2, accumulation=4, **CLIP),
     Case(data=3, batch=12, accumulation=2),
     Case(data=4, model="untied", accumulation=2),
     Case(tensor=2, model="untied", **CLIP),
     Case(tensor=2, model="llama", accumulation=4),
+    Case(tensor=2, model="five layers", **CLIP),
     Case(tensor=4, model="five layers", **CLIP),
     Case(tensor=4, model="llama, 4 kv heads"),
     Case(sequence=2, model="qwen", accumulation=4, **CLIP),
@@ -56,6 +58,8 @@ _AXES = (
     Case(pipeline=4, accumulation=8, model="qwen", **CLIP),
     Case(pipeline=2, accumulation=2, partition="uniform", model="five layers"),
     Case(pipeline=2, accumulation=2, partition=(2, 5), **CLIP),
+    # a first stage of one matrix, no norm and no bias
+    Case(pipeline=2, zero=1, accumulation=2, partition=(2, 5), model="llama", **CLIP),
     Case(pipeline=3, accumulation=3, batch=6, partition=(3, 1, 3), model="untied"),
 )
 
@@ -119,6 +123,24 @@ _ADAM = (
     Case(data=2, zero=3, zero_options=ALL_ON_CPU, **ADAM),
 )
 
+_BF16 = tuple(
+    replace(case, precision="bf16")
+    for case in (
+        Case(zero=1, accumulation=4),
+        Case(data=2, zero=1, model="llama", **CLIP),
+        Case(data=2, zero=2, accumulation=2, **CLIP),
+        Case(data=2, zero=3, model="qk norm", accumulation=2, **CLIP),
+        Case(sequence=2, tensor=2, zero=1, recompute="full", **CLIP),
+        Case(pipeline=2, zero=1, accumulation=4, **CLIP),
+        Case(pipeline=2, tensor=2, zero=1, accumulation=2, model="llama", **CLIP),
+        Case(pipeline=2, data=3, batch=6, zero=1, accumulation=2),
+        Case(pipeline=2, zero=1, accumulation=4, schedule="dualpipev"),
+        Case(data=2, zero=0, accumulate="bf16", **CLIP),
+        Case(pipeline=2, zero=0, accumulation=2, accumulate="bf16", **CLIP),
+        Case(data=2, zero=2, zero_options=OPTIMIZER_ON_CPU),
+    )
+)
+
 _RECOMPUTE = tuple(
     replace(case, recompute=recompute)
     for case in (
@@ -148,4 +170,4 @@ _DROPOUT = tuple(
     )
 )
 
-SLOW = (*_AXES, *_ZERO, *_MIXED, *_DUALPIPEV, *_ADAM, *_RECOMPUTE, *_DROPOUT)
+SLOW = (*_AXES, *_ZERO, *_MIXED, *_DUALPIPEV, *_ADAM, *_BF16, *_RECOMPUTE, *_DROPOUT)

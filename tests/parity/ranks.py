@@ -26,6 +26,8 @@ from tests.parity.cases import STEPS, Case
 
 TIMEOUT = timedelta(seconds=60)
 LOGITS_AT = (0, 5, 13)
+# A batch whose mask leaves something in every row.
+PARTIAL = 2
 
 
 class Slice(NamedTuple):
@@ -44,21 +46,18 @@ class RankRun:
         steps: The engine's results.
         weights: Slices of the fp32 weights by name: before training, after the first step, after the last.
         copies: Digest of the weights that the next forward pass would use, by name.
-        eval_loss: Of the last batch, after training.
+        eval_losses: After training: of the last batch, and of the first micro-batch of batch `PARTIAL` alone.
         logits: At each of `LOGITS_AT`, after training.
-        tokens: Of the pipeline's ranks: which of them hold what.
         calls: How often the mutation, if there is one, was executed.
-        facts: Types of the optimizer and of the accumulated gradients.
     """
 
     coordinates: Coordinates
     steps: list[StepResult] = field(default_factory=list)
     weights: list[dict[str, Slice]] = field(default_factory=list)
     copies: dict[str, str] = field(default_factory=dict)
-    eval_loss: float = 0.0
+    eval_losses: list[float] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
     calls: int = 0
-    optimizer: str = ""
 
 
 class Calls:
@@ -82,21 +81,25 @@ def train_rank(case: Case, job: Job, mutate: Mutation | None = None) -> RankRun:
     start_distributed("cpu", 0, TIMEOUT)
     parallel = Parallel.create(job.mesh, TIMEOUT)
     engine = build_engine(job, parallel)
-    run = RankRun(parallel.coordinates, weights=[_slices(engine)])
+    run = RankRun(parallel.coordinates, weights=[slices(engine)])
     for step in range(STEPS):
         share = micro_batches(case, step, parallel.coordinates.data)
         run.steps.append(engine.train_step(share, _num_tokens(case, step)))
         if step in (0, STEPS - 1):
-            run.weights.append(_slices(engine))
+            run.weights.append(slices(engine))
     run.copies = _copies(engine)
-    run.eval_loss = engine.eval_step(share, _num_tokens(case, STEPS - 1))
+    part = micro_batches(case, PARTIAL, parallel.coordinates.data)[:1]
+    run.eval_losses = [
+        engine.eval_step(share, _num_tokens(case, STEPS - 1)),
+        engine.eval_step(part, _num_tokens(case, PARTIAL, case.micro_batch * case.data)),
+    ]
     run.logits = _logits(engine, case)
-    run.calls, run.optimizer = calls.count, type(engine.deepspeed.optimizer).__name__
+    run.calls = calls.count
     return run
 
 
-def _num_tokens(case: Case, step: int) -> int:
-    return int(global_batches(case.batch).mask[step].sum())
+def _num_tokens(case: Case, step: int, rows: int | None = None) -> int:
+    return int(global_batches(case.batch).mask[step, :rows].sum())
 
 
 def _logits(engine: TrainEngine, case: Case) -> list[Tensor]:
@@ -104,7 +107,7 @@ def _logits(engine: TrainEngine, case: Case) -> list[Tensor]:
     return [engine.next_token_logits(rows, position).clone() for position in LOGITS_AT]
 
 
-def _slices(engine: TrainEngine) -> dict[str, Slice]:
+def slices(engine: TrainEngine) -> dict[str, Slice]:
     """This rank's slice of each fp32 weight; ZeRO's shards are put together. Collective."""
     return {name: _slice(engine, parameter) for name, parameter in engine.module.named_parameters()}
 

@@ -1,0 +1,195 @@
+"""Which checkpoint counts, when it is complete, and who may continue from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.checkpoints.folder import (
+    TrainState,
+    find_checkpoint,
+    point_latest,
+    publish,
+    read_checkpoint,
+    remove_partial,
+    resume_problems,
+    tag_of,
+    write_manifest,
+)
+from pipeline.job.job import Job
+from pipeline.job.problems import JobError
+from tests.end_to_end.jobs import write_text
+from tests.job.drafts import draft, world
+
+STATE = TrainState(step=3, consumed_samples=48, tokens=3072, data="abc")
+
+
+def job_in(folder: Path, config: dict[str, Any] | None = None, ranks: int = 2, **options: Any) -> Job:
+    found = draft(folder, config or {}, world(ranks), **options)
+    assert found.job is not None, found.problems
+    return found.job
+
+
+def saved(folder: Path, state: TrainState = STATE, **options: Any) -> Path:
+    """A checkpoint of a job in `folder`, pointed to by `latest`."""
+    job = job_in(folder, **options)
+    path = Path(job.output_dir) / "checkpoints" / tag_of(state.step)
+    (path / "sub").mkdir(parents=True)
+    (path / "sub" / "shard.pt").write_bytes(b"12345")
+    write_manifest(job, state, path)
+    point_latest(path.parent, path.name)
+    return path
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(JobError) as caught:
+        read_checkpoint(path)
+    (problem,) = caught.value.problems
+    assert problem.key == "resume" and problem.value == str(path)
+    assert "--resume PATH" in problem.remedy
+    return problem.rule
+
+
+def test_what_was_written_is_read(tmp_path: Path):
+    path = saved(tmp_path)
+    for found in (
+        find_checkpoint(str(tmp_path / "run"), "auto"),
+        find_checkpoint(str(tmp_path / "elsewhere"), str(path)),
+    ):
+        assert found is not None
+        assert (found.state, found.path, found.folder) == (STATE, path, path.parent)
+    assert find_checkpoint(str(tmp_path / "run"), "never") is None
+    assert find_checkpoint(str(tmp_path / "elsewhere"), "auto") is None
+
+
+def test_latest_decides_not_the_highest_number(tmp_path: Path):
+    saved(tmp_path, TrainState(step=9))
+    older = saved(tmp_path)
+    assert find_checkpoint(str(tmp_path / "run"), "auto").path == older
+
+
+def test_a_checkpoint_without_manifest_is_incomplete(tmp_path: Path):
+    path = saved(tmp_path)
+    (path / "manifest.json").unlink()
+    assert "manifest.json cannot be read (FileNotFoundError" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"state": {"steps": 3}}',
+        '{"state": {}, "layout": {}, "identity": {}, "files": []}',
+    ],
+)
+def test_a_broken_manifest_is_a_problem(text: str, tmp_path: Path):
+    path = saved(tmp_path)
+    (path / "manifest.json").write_text(text, encoding="utf-8")
+    assert "manifest.json cannot be read" in refusal(path)
+
+
+@pytest.mark.parametrize("content", [b"1234", b"123456", None])
+def test_a_shard_of_another_size_is_named(content: bytes | None, tmp_path: Path):
+    path = saved(tmp_path)
+    shard = path / "sub" / "shard.pt"
+    shard.unlink() if content is None else shard.write_bytes(content)
+    assert "sub/shard.pt" in refusal(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"\xff\xfe"])
+def test_a_broken_latest_is_a_problem_not_a_new_start(content: bytes, tmp_path: Path):
+    path = saved(tmp_path)
+    (path.parent / "latest").write_bytes(content)
+    (problem,) = resume_problems(job_in(tmp_path))
+    assert problem.key == "resume" and str(problem.value).endswith("latest")
+
+
+def test_latest_that_points_nowhere_is_a_problem_not_a_new_start(tmp_path: Path):
+    path = saved(tmp_path)
+    point_latest(path.parent, "global_step77")
+    (problem,) = resume_problems(job_in(tmp_path))
+    assert "global_step77" in str(problem.value)
+
+
+def test_the_same_job_may_continue_and_be_longer(tmp_path: Path):
+    saved(tmp_path)
+    assert resume_problems(job_in(tmp_path)) == []
+    assert resume_problems(job_in(tmp_path, train_steps=99)) == []
+    assert resume_problems(job_in(tmp_path, {"gradient_clipping": 0.5, "train_batch_size": 32})) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "says"),
+    [
+        ({"zero_optimization": {"stage": 2}}, 2, "zero_stage 0 there, 2 here"),
+        ({"pipeline": {"stages": 2}}, 2, "pipeline 1 there, 2 here"),
+        ({}, 4, "data 2 there, 4 here"),
+        ({"sequence_parallel_size": 2}, 4, "sequence 1 there, 2 here"),
+        ({"tensor_parallel": {"autotp_size": 2}}, 4, "tensor 1 there, 2 here"),
+        ({"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, 2, "optimizer AdamW there, SGD here"),
+        (
+            {
+                "bf16": {"enabled": True},
+                "zero_optimization": {"stage": 1},
+                "data_types": {"grad_accum_dtype": "fp32"},
+            },
+            2,
+            "precision",
+        ),
+    ],
+)
+def test_another_layout_is_named(config: dict[str, Any], ranks: int, says: str, tmp_path: Path):
+    saved(tmp_path)
+    (problem,) = resume_problems(job_in(tmp_path, config, ranks))
+    assert "was saved in another layout" in problem.rule
+    assert says in problem.rule
+
+
+@pytest.mark.parametrize("change", [{"seed": 7}, {"seq_length": 32}, {"dropout": 0.1}])
+def test_another_run_is_named(change: dict[str, Any], tmp_path: Path):
+    path = saved(tmp_path)
+    elsewhere = {"output_dir": str(tmp_path / "elsewhere"), "resume": str(path)}
+    assert resume_problems(job_in(tmp_path, **elsewhere)) == []
+    (problem,) = resume_problems(job_in(tmp_path, **elsewhere, **change))
+    assert "belongs to another run" in problem.rule
+    assert next(iter(change)) in problem.rule
+
+
+def test_moved_data_is_left_to_its_fingerprint(tmp_path: Path):
+    path = saved(tmp_path)
+    moved = write_text(tmp_path / "moved")
+    options = {"output_dir": str(tmp_path / "elsewhere"), "resume": str(path), "data": (str(moved),)}
+    assert resume_problems(job_in(tmp_path, **options)) == []
+
+
+def test_publishing_replaces_the_whole_folder(tmp_path: Path):
+    old, partial = tmp_path / "global_step3", tmp_path / "global_step3.partial"
+    for folder, name in ((old, "old.pt"), (partial, "new.pt")):
+        folder.mkdir()
+        (folder / name).write_bytes(b"")
+    assert publish(partial) == old
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == [
+        "global_step3",
+        "global_step3/new.pt",
+    ]
+
+
+def test_only_leftovers_of_crashes_are_removed(tmp_path: Path):
+    for name in ("global_step1", "global_step2.partial", "global_step2.partial.replaced"):
+        (tmp_path / name / "sub").mkdir(parents=True)
+    (tmp_path / "latest").write_text("global_step1\n", encoding="utf-8")
+    remove_partial(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step1", "latest"]
+
+
+def test_the_manifest_lists_every_file_but_itself(tmp_path: Path):
+    path = saved(tmp_path)
+    manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["files"] == {"sub/shard.pt": 5}
+    assert manifest["state"]["consumed_samples"] == 48

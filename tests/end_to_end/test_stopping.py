@@ -1,0 +1,134 @@
+"""Signals at bad moments, finished runs started again, and checkpoints of elsewhere."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.jobs import Workshop, run_faulty_job, signal_after_step, signal_on_call
+from tests.end_to_end.shards import differing_files
+from tests.harness import run_job, run_ranks
+
+SIGTERM = signal.SIGTERM
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Workshop:
+    return Workshop(tmp_path)
+
+
+def test_a_signal_during_start_up_stops_before_the_first_step(shop: Workshop):
+    arguments = shop.arguments("run", shop.config(), steps=3)
+    result = run_faulty_job(arguments, 2, signal_on_call, "pipeline.training.run:build_engine", 1, SIGTERM)
+    assert result.exit_codes == (3, 3), result.stderr[0]
+    assert shop.steps("run") == []
+    assert shop.latest("run").name == "global_step0"
+    assert shop.outcome("run")["status"] == "stopped"
+    run_job(arguments, 2).check()
+    assert [line["step"] for line in shop.steps("run")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("target", "options"),
+    [
+        ("pipeline.training.loop:evaluate", ("--eval_interval", "1")),
+        ("pipeline.training.run:save_checkpoint", ("--save_interval", "1")),
+    ],
+)
+def test_a_signal_during_evaluation_or_saving_stops_after_it(target: str, options: tuple, shop: Workshop):
+    arguments = shop.arguments("run", shop.config(), *options, steps=3)
+    result = run_faulty_job(arguments, 2, signal_on_call, target, 1, SIGTERM)
+    assert result.exit_codes == (3, 3), result.stderr[0]
+    assert [line["step"] for line in shop.steps("run")] == [1]
+    assert shop.latest("run").name == "global_step1"
+    run_job(arguments, 2).check()
+    assert [line["step"] for line in shop.steps("run")] == [1, 2, 3]
+
+
+def test_a_signal_at_the_last_step_lets_the_run_finish(shop: Workshop):
+    arguments = shop.arguments("run", shop.config(), steps=2)
+    result = run_faulty_job(arguments, 2, signal_after_step, 2, 0, SIGTERM)
+    assert result.exit_codes == (0, 0), result.stderr[0]
+    assert shop.outcome("run")["status"] == "finished"
+
+
+def test_the_console_says_how_to_resume(shop: Workshop):
+    arguments = shop.arguments("run", shop.config(), steps=3)
+    result = run_faulty_job(arguments, 1, signal_after_step, 1, 0, signal.SIGINT)
+    assert result.exit_codes == (3,)
+    folder = shop.folder / "run"
+    line = f"to resume: ./launch.sh --config {folder}/run.json --output_dir {folder}"
+    assert line in result.stdout[0]
+    assert "SIGINT: stopping after this step" in result.stderr[0]
+    # The line works: the command's options but for the program.
+    run_job(line.split()[3:], 1).check()
+    assert [line["step"] for line in shop.steps("run")] == [1, 2, 3]
+
+
+def test_a_finished_run_started_again_trains_nothing(shop: Workshop):
+    arguments = shop.arguments("run", shop.config(), "--sample_tokens", "5")
+    first = run_job(arguments, 2).check()
+    lines, saved = shop.lines("run"), (shop.latest("run") / "manifest.json").stat().st_mtime_ns
+    again = run_job(arguments, 2).check()
+    assert "the run had finished at step 2 before" in again.stdout[0]
+    assert "--train_steps 4" in again.stdout[0]
+    assert _sample(again.stdout[0]) == _sample(first.stdout[0])
+    assert f"held-out loss {lines[-1]['eval_loss']:.4f}" in again.stdout[0]
+    assert shop.lines("run") == lines
+    assert (shop.latest("run") / "manifest.json").stat().st_mtime_ns == saved
+
+
+def test_fewer_steps_than_done_leave_the_run_alone(shop: Workshop):
+    run_job(shop.arguments("run", shop.config(), steps=3), 1).check()
+    result = run_job(shop.arguments("run", shop.config(), steps=2), 1).check()
+    assert "the run had finished at step 3 before" in result.stdout[0]
+    assert "--train_steps 6" in result.stdout[0]
+    assert [line["step"] for line in shop.steps("run")] == [1, 2, 3]
+    assert shop.latest("run").name == "global_step3"
+
+
+def test_resume_of_a_named_checkpoint_in_another_folder(shop: Workshop):
+    config = shop.config()
+    run_job(shop.arguments("run", config, "--save_interval", "2", steps=4), 2).check()
+    path = shop.folder / "run" / "checkpoints" / "global_step2"
+    moved = shutil.copytree(path, shop.folder / "moved" / "global_step2")
+    result = run_job(shop.arguments("other", config, "--resume", str(moved), steps=4), 2).check()
+    assert f"resumed from {moved}" in result.stdout[0]
+    assert "metrics.jsonl lacks 2 of the steps before this start" in result.stdout[0]
+    assert shop.steps("other") == shop.steps("run")[2:]
+    assert run_ranks(differing_files, 1, shop.latest("run"), shop.latest("other")) == [[]]
+
+
+def test_going_back_to_an_earlier_checkpoint_replaces_the_later_one(shop: Workshop):
+    arguments = shop.arguments("run", shop.config(), "--save_interval", "2", steps=4)
+    run_job(arguments, 2).check()
+    whole = shop.steps("run")
+    later = shop.latest("run")
+    (later / "stale.pt").write_bytes(b"of the first time")
+    run_job([*arguments, "--resume", str(later.with_name("global_step2"))], 2).check()
+    assert shop.steps("run") == whole
+    assert sorted(path.name for path in later.parent.iterdir()) == ["global_step2", "global_step4", "latest"]
+    assert not (later / "stale.pt").exists()
+    assert "stale.pt" not in json.loads((later / "manifest.json").read_text(encoding="utf-8"))["files"]
+
+
+def test_a_crash_in_the_middle_of_a_save_costs_nothing_saved_before(shop: Workshop):
+    arguments = shop.arguments("run", shop.config(), "--save_interval", "2", steps=4)
+    run_job(arguments, 2).check()
+    whole, folder = shop.steps("run"), shop.folder / "run" / "checkpoints"
+    # What a crash at step 4, before the manifest, leaves behind.
+    (folder / "global_step4").rename(folder / "global_step4.partial")
+    (folder / "global_step4.partial" / "manifest.json").unlink()
+    (folder / "latest").write_text("global_step2\n", encoding="utf-8")
+    result = run_job(arguments, 2).check()
+    assert f"resumed from {folder}/global_step2" in result.stdout[0]
+    assert shop.steps("run") == whole
+    assert sorted(path.name for path in folder.iterdir()) == ["global_step2", "global_step4", "latest"]
+
+
+def _sample(stdout: str) -> str:
+    return stdout.partition("sample:\n")[2].partition("\nfinished")[0]
