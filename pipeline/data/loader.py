@@ -5,14 +5,14 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Protocol
 
 import numpy as np
 
 from pipeline.data.batch import StepBatch, micro_batch
-from pipeline.data.packing import PackedDataset
+from pipeline.data.packing import Samples
 
 # A waiting thread looks this often, in seconds, whether the other side is gone.
 _POLL = 0.1
@@ -31,8 +31,18 @@ class BatchSizes(Protocol):
     def accumulation_steps(self) -> int: ...
 
 
+class SampleOrder(Protocol):
+    """An endless order of samples: a `Blend`, or a single `PackedDataset`."""
+
+    @property
+    def sequence_length(self) -> int: ...
+
+    def read(self, positions: Sequence[int] | np.ndarray) -> Samples:
+        """The samples at `positions` of the order, from 0 on."""
+
+
 def read_step(
-    dataset: PackedDataset, batch: BatchSizes, data_rank: int, data_size: int, first: int
+    dataset: SampleOrder, batch: BatchSizes, data_rank: int, data_size: int, first: int
 ) -> StepBatch:
     """The share of `data_rank` in the global batch that starts after `first` consumed samples.
 
@@ -67,7 +77,7 @@ class BatchLoader:
 
     def __init__(
         self,
-        dataset: PackedDataset,
+        dataset: SampleOrder,
         batch: BatchSizes,
         data_rank: int,
         data_size: int,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -99,14 +99,14 @@ def validation_sets(options: Options) -> tuple[SourceSpec, ...]:
 
 def source_problems(options: Options) -> Iterator[Problem]:
     """Everything that is wrong with the data's description and paths, found without reading the data."""
-    for find in (training_sources, validation_sets):
+    for key, find in (("data", training_sources), ("validation", validation_sets)):
         try:
             specs = find(options)
         except JobError as error:
             yield from error.problems
             continue
         for spec in specs:
-            yield from data_problems(spec.paths)
+            yield from (replace(problem, key=key) for problem in data_problems(spec.paths))
 
 
 def known_sources(options: Options) -> tuple[SourceSpec, ...]:

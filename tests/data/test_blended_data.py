@@ -44,6 +44,15 @@ def load(folder: Path, sources: list[SourceSpec], **options: object) -> Training
     return load_data(sources, folder / "cache", settings, lambda _: None, **more)
 
 
+def write_index(path: Path, documents: int, length: int) -> None:
+    """Megatron's index of documents of one length, of 16-bit tokens."""
+    with path.open("wb") as stream:
+        stream.write(b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, documents, documents + 1))
+        stream.write(np.full(documents, length, "<i4").tobytes())
+        stream.write((np.arange(documents) * 2 * length).astype("<i8").tobytes())
+        stream.write(np.arange(documents + 1, dtype="<i8").tobytes())
+
+
 @pytest.fixture
 def two(tmp_path: Path) -> list[SourceSpec]:
     return [
@@ -102,6 +111,17 @@ def test_a_source_smaller_than_one_sample_is_named(two: list[SourceSpec], tmp_pa
         JobError, match=r"'small': 1 training documents: \d tokens do not fill one sample of 8"
     ):
         load(tmp_path, [*two, small])
+
+
+def test_two_sources_with_different_tokenizers_are_refused(two: list[SourceSpec], tmp_path: Path) -> None:
+    np.arange(100, dtype=np.uint16).tofile(tmp_path / "other.bin")
+    write_index(tmp_path / "other.idx", 4, 25)
+    tokenizer = {"identity": "sha256:another", "vocab_size": 100}
+    description = {"format": "MMIDIDX 1", "tokenizer": tokenizer}
+    (tmp_path / "other.json").write_text(json.dumps(description))
+    other = SourceSpec("other", (str(tmp_path / "other"),), Fraction(1, 2))
+    with pytest.raises(JobError, match="made with the tokenizer sha256:another, and the run's is bytes"):
+        load(tmp_path, [*two, other])
 
 
 def test_changed_weights_and_a_new_source_are_printed_and_continue(
@@ -253,12 +273,7 @@ def test_a_trillion_tokens_open_in_a_second_and_serve_their_end(tmp_path: Path) 
         stream.truncate(2 * size)
         stream.seek(2 * (size - 3000))
         stream.write(np.arange(3000, dtype=np.uint16).tobytes())
-    documents = size // document
-    with (tmp_path / "tokens.idx").open("wb") as stream:
-        stream.write(b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, documents, documents + 1))
-        stream.write(np.full(documents, document, "<i4").tobytes())
-        stream.write((np.arange(documents) * 2 * document).astype("<i8").tobytes())
-        stream.write(np.arange(documents + 1, dtype="<i8").tobytes())
+    write_index(tmp_path / "tokens.idx", size // document, document)
     begin = time.perf_counter()
     file = open_token_file(str(tmp_path / "tokens"))
     everything = AllBut(file.num_documents, np.arange(0))

@@ -138,7 +138,8 @@ def test_paths_of_every_source_and_set_are_looked_at(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
     here, gone = str(tmp_path / "a.txt"), str(tmp_path / "gone.txt")
     options = Options(data=(f"{here}=0.5", f"{gone}=0.5"), validation=(f"v={gone}x",))
-    assert [problem.value for problem in source_problems(options)] == [gone, f"{gone}x"]
+    problems = [(problem.key, problem.value) for problem in source_problems(options)]
+    assert problems == [("data", gone), ("validation", f"{gone}x")]
 
 
 def test_what_is_held_out_by_default() -> None:
