@@ -1,6 +1,7 @@
 """What a run's checkpoint folder holds, and which checkpoint counts. No torch.
 
     checkpoints/global_step100/...            DeepSpeed's shards
+    checkpoints/global_step100/shards.json    which part of which parameter lies where in them
     checkpoints/global_step100/manifest.json  written when every rank's shards are complete
     checkpoints/global_step150.partial/       being written, or left by a crash; never read
     checkpoints/latest                        the tag of the newest such checkpoint; replaced atomically, last
@@ -24,6 +25,7 @@ from pipeline.training.atomic_file import replaced_atomically, sync_folder
 
 LATEST = "latest"
 MANIFEST = "manifest.json"
+SHARDS = "shards.json"
 PARTIAL = ".partial"
 CHOOSE_ANOTHER = "Name another checkpoint with --resume PATH, or use another --output_dir"
 
@@ -49,13 +51,18 @@ class TrainState:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint on disk."""
+    """A complete checkpoint on disk.
+
+    Attributes:
+        has_shard_index: It says what lies where in it, so that another layout can read it.
+    """
 
     folder: Path
     tag: str
     state: TrainState
     layout: dict[str, Any]
     identity: dict[str, Any]
+    has_shard_index: bool
 
     @property
     def path(self) -> Path:
@@ -68,15 +75,29 @@ def tag_of(step: int) -> str:
 
 
 def layout_of(job: Job) -> dict[str, Any]:
-    """What must be equal for DeepSpeed to load its own shards again."""
+    """What decides how the state is cut into shards, and in which formats."""
+    zero = job.deepspeed["zero_optimization"]
+    devices = [zero.get(block, {}).get("device") for block in ("offload_optimizer", "offload_param")]
     return {
         **asdict(job.mesh),
         "zero_stage": job.zero_stage,
         "stages": list(job.stages),
         "pipeline_schedule": job.pipeline_schedule,
-        "precision": asdict(job.precision) | {"reason": ""},
+        "compute": job.precision.compute,
+        "accumulation": job.precision.accumulation,
         "optimizer": job.optimizer.type,
+        "nvme": "nvme" in devices,
     }
+
+
+def layout_changes(checkpoint: Checkpoint, job: Job) -> list[str]:
+    """What of the layout is another one here, as ``data 2 -> 4``."""
+    here = layout_of(job)
+    return [
+        f"{key} {checkpoint.layout[key]} -> {value}"
+        for key, value in here.items()
+        if value != checkpoint.layout[key]
+    ]
 
 
 def write_manifest(job: Job, state: TrainState, path: Path) -> None:
@@ -161,7 +182,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        state, layout, same = TrainState(**manifest["state"]), manifest["layout"], manifest["identity"]
+        state, same = TrainState(**manifest["state"]), manifest["identity"]
+        layout, indexed = _current_layout(manifest["layout"]), SHARDS in manifest["files"]
         wrong = [name for name, size in manifest["files"].items() if _size(path / name) != size]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         rule = f"is no complete checkpoint: {MANIFEST} cannot be read ({type(error).__name__}: {error})"
@@ -169,7 +191,15 @@ def read_checkpoint(path: Path) -> Checkpoint:
     if wrong:
         rule = f"is no complete checkpoint: files missing or of another size than when saved: {wrong}"
         raise JobError([Problem("resume", str(path), rule, CHOOSE_ANOTHER)])
-    return Checkpoint(path.parent, path.name, state, layout, same)
+    return Checkpoint(path.parent, path.name, state, layout, same, indexed)
+
+
+def _current_layout(saved: dict[str, Any]) -> dict[str, Any]:
+    """A manifest's layout in today's words: earlier ones had the number formats in a block of their own, and
+    did not say where offloaded state lies."""
+    layout = {"nvme": False, **saved}
+    formats = layout.pop("precision", {})
+    return {**layout, **{key: formats[key] for key in ("compute", "accumulation") if key in formats}}
 
 
 def resume_problems(job: Job) -> list[Problem]:
@@ -182,8 +212,7 @@ def resume_problems(job: Job) -> list[Problem]:
         return []
     problems = []
     path = str(checkpoint.path)
-    if differing := _differing(checkpoint.layout, layout_of(job)):
-        rule = f"was saved in another layout: {differing}"
+    if rule := _unreadable(checkpoint, job):
         remedy = "Resume in the layout it was saved in, or start anew in another --output_dir"
         problems.append(Problem("resume", path, rule, remedy))
     # Files may have moved: whether the data is the same, its fingerprint tells when it has been read.
@@ -192,6 +221,26 @@ def resume_problems(job: Job) -> list[Problem]:
         rule = f"belongs to another run: {differing}"
         problems.append(Problem("resume", path, rule, "Give that run's settings, or start anew"))
     return problems
+
+
+def _unreadable(checkpoint: Checkpoint, job: Job) -> str | None:
+    """Why a checkpoint of another layout cannot be converted to that of `job`; None where it can, or need
+    not be."""
+    there, here = checkpoint.layout, layout_of(job)
+    if there == here:
+        return None
+    reason = None
+    if not checkpoint.has_shard_index:
+        reason = f"it has no {SHARDS}, without which only its own layout can read it"
+    elif there["optimizer"] != here["optimizer"]:
+        reason = "one optimizer's state is nothing to another"
+    elif there["nvme"] or here["nvme"]:
+        reason = "state on NVMe drives is not converted"
+    elif "fp16" in (there["compute"], here["compute"]):
+        reason = "the loss scale of fp16 is not converted"
+    return (
+        reason and f"was saved in another layout ({', '.join(layout_changes(checkpoint, job))}), and {reason}"
+    )
 
 
 def _differing(saved: dict[str, Any], here: dict[str, Any]) -> str:

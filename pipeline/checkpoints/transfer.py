@@ -11,12 +11,15 @@ from pipeline.checkpoints.folder import (
     PARTIAL,
     Checkpoint,
     TrainState,
+    layout_of,
     point_latest,
     publish,
     remove_partial,
     tag_of,
     write_manifest,
 )
+from pipeline.checkpoints.layout_change import convert_checkpoint, same_shards, write_shard_index
+from pipeline.checkpoints.stored import StoredState
 from pipeline.job.job import Job
 from pipeline.job.run_file import CHECKPOINTS
 from pipeline.training.atomic_file import sync_files
@@ -43,6 +46,7 @@ def save_checkpoint(engine: TrainEngine, job: Job, state: TrainState) -> Path:
     engine.deepspeed.save_checkpoint(
         str(folder), tag=partial.name, client_state={STATE_KEY: asdict(state)}, save_latest=False
     )
+    write_shard_index(engine, partial)
     dist.barrier()  # every shard is written
     if engine.deepspeed.local_rank == 0:
         sync_files(partial)
@@ -56,11 +60,36 @@ def save_checkpoint(engine: TrainEngine, job: Job, state: TrainState) -> Path:
 
 
 def load_checkpoint(engine: TrainEngine, checkpoint: Checkpoint) -> TrainState:
-    """Continue from a checkpoint of the same layout. Collective.
+    """Continue from a checkpoint; of another layout, its state is converted. Collective.
 
     Raises:
         RuntimeError: DeepSpeed loaded nothing, or another step than the manifest names.
     """
+    if _fits(engine, checkpoint):
+        _load_own_shards(engine, checkpoint)
+    else:
+        convert_checkpoint(engine, checkpoint, StoredState(checkpoint.path))
+    state = checkpoint.state
+    engine.step = state.step
+    if hasattr(engine.deepspeed.optimizer, "clip_grad"):
+        # DeepSpeed's optimizers bring theirs from the checkpoint; the JSON may have changed since.
+        engine.deepspeed.optimizer.clip_grad = engine.job.gradient_clipping
+    own = Path(engine.job.output_dir) / CHECKPOINTS
+    if engine.parallel.rank == 0 and own.resolve() == checkpoint.folder.resolve():
+        # Where a run went back to an earlier checkpoint, the later ones no longer belong to it.
+        point_latest(checkpoint.folder, checkpoint.tag)
+    return state
+
+
+def _fits(engine: TrainEngine, checkpoint: Checkpoint) -> bool:
+    """Whether DeepSpeed can load its files as they are: what lies where in them is decided by more than the
+    layout (offload, the order of gradients, the size of groups)."""
+    if checkpoint.layout != layout_of(engine.job):
+        return False
+    return not checkpoint.has_shard_index or same_shards(engine, StoredState(checkpoint.path))
+
+
+def _load_own_shards(engine: TrainEngine, checkpoint: Checkpoint) -> None:
     loaded, client_state = engine.deepspeed.load_checkpoint(
         str(checkpoint.folder), tag=checkpoint.tag, load_lr_scheduler_states=False
     )
@@ -72,12 +101,3 @@ def load_checkpoint(engine: TrainEngine, checkpoint: Checkpoint) -> TrainState:
             f"{checkpoint.path} holds {state} at DeepSpeed's step {engine.deepspeed.global_steps}, "
             f"its manifest says {checkpoint.state}"
         )
-    engine.step = state.step
-    if hasattr(engine.deepspeed.optimizer, "clip_grad"):
-        # DeepSpeed's optimizers bring theirs from the checkpoint; the JSON may have changed since.
-        engine.deepspeed.optimizer.clip_grad = engine.job.gradient_clipping
-    own = Path(engine.job.output_dir) / CHECKPOINTS
-    if engine.parallel.rank == 0 and own.resolve() == checkpoint.folder.resolve():
-        # Where a run went back to an earlier checkpoint, the later ones no longer belong to it.
-        point_latest(checkpoint.folder, checkpoint.tag)
-    return state

@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from pipeline.checkpoints.folder import TrainState, find_checkpoint
+from pipeline.checkpoints.folder import Checkpoint, TrainState, find_checkpoint, layout_changes
 from pipeline.checkpoints.transfer import load_checkpoint, save_checkpoint
 from pipeline.cluster.rank_environment import RankEnvironment
 from pipeline.data.evaluation import eval_batches
@@ -98,8 +98,7 @@ def run(job: Job, environment: RankEnvironment, record: Callable[[Ending], None]
         if rank == 0:
             write_run_file(job)  # only now: the folder belongs to a job that could be built
             data.tokenizer.save(Path(job.output_dir) / TOKENIZER_FOLDER)
-        resumed = f"resumed from {checkpoint.path}" if checkpoint else "starting at step 0"
-        console.start([*data.summary(), *repetition(job, data), *parallelism(job), resumed])
+        console.start([*data.summary(), *repetition(job, data), *parallelism(job), origin(job, checkpoint)])
         try:
             ending = _train(job, parallel, engine, data, state, stop, console)
         except Exception as error:
@@ -245,6 +244,15 @@ def repetition(job: Job, data: TrainingData) -> list[str]:
     return [
         f"this run goes {passes:,.0f} times over the training data and will learn it by heart: give it more"
     ]
+
+
+def origin(job: Job, checkpoint: Checkpoint | None) -> str:
+    """Where the weights come from, and what of their layout has been changed."""
+    if checkpoint is None:
+        return "starting at step 0"
+    changes = layout_changes(checkpoint, job)
+    changed = f"; layout changed: {', '.join(changes)}" if changes else ""
+    return f"resumed from {checkpoint.path}{changed}"
 
 
 def parallelism(job: Job) -> list[str]:

@@ -1,0 +1,209 @@
+"""A checkpoint of any layout, read parameter by parameter, without a process group.
+
+`shards.json` beside the manifest says which part of which parameter lies where in which file; the ranks that
+wrote the files knew. Reading follows it: nothing here depends on how DeepSpeed cuts and names things.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeline.checkpoints.folder import SHARDS
+from pipeline.checkpoints.shards import Place, is_replicated, parameter_names, shards
+from pipeline.parallel.parameters import Cut, cut_of
+from pipeline.training.engine import TrainEngine
+
+MASTER = "master"  # among the names of the optimizer's tensors (exp_avg, ...): the weights themselves
+
+
+class Slice(NamedTuple):
+    """Elements ``start .. start + numel - 1`` of part `index` of `parts`, into which a parameter is cut along
+    dimension `dim`; each part flattened by itself. `dim` None: it is whole."""
+
+    dim: int | None
+    parts: int
+    index: int
+    start: int
+    numel: int
+
+
+class Piece(NamedTuple):
+    """Elements from `start` on of a flattened part of a parameter, at `offset` in the tensors of a shard."""
+
+    start: int
+    numel: int
+    offset: int
+    weights_at: Place
+    state_at: Place
+
+
+def describe_shards(engine: TrainEngine) -> dict[str, Any]:
+    """This rank's entry in `shards.json`."""
+    here = engine.parallel.coordinates
+    names = parameter_names(engine)
+    writes = not is_replicated(engine) or (here.data == 0 and here.sequence == 0)
+    return {
+        "stage": here.pipeline,
+        "tensor": here.tensor,
+        "parameters": {name: cut_of(parameter) for parameter, name in names.items()},
+        "shards": [
+            {
+                "weights_at": shard.weights_at,
+                "state_at": shard.state_at,
+                "fragments": [(names[f.parameter], *f[1:]) for f in shard.fragments],
+            }
+            for shard in (shards(engine) if writes else ())
+        ],
+    }
+
+
+class StoredState:
+    """The fp32 weights and optimizer state in a checkpoint folder.
+
+    Raises:
+        RuntimeError: what the ranks wrote does not cover a parameter exactly once.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        content = json.loads((path / SHARDS).read_text(encoding="utf-8"))
+        self.skipped_steps: int = content["skipped_steps"]
+        self.ranks: list[dict[str, Any]] = content["ranks"]
+        self.cuts: dict[str, Cut] = {}
+        for rank in self.ranks:
+            for name, (shape, dim) in rank["parameters"].items():
+                self.cuts[name] = Cut(tuple(shape), dim)
+        self._parts = {name: _checked(name, cut, parts) for name, (cut, parts) in self._pieces().items()}
+        self._load = functools.cache(self._open)
+
+    def state_names(self, name: str) -> list[str]:
+        """Names of the optimizer's tensors for a parameter, such as ``exp_avg``; none for plain SGD."""
+        return [key for key, value in self._state(name).items() if torch.is_tensor(value) and value.dim()]
+
+    def scalars(self, name: str) -> dict[str, Any]:
+        """What the optimizer keeps for a parameter beside tensors: Adam's step."""
+        scalars = {k: v for k, v in self._state(name).items() if not torch.is_tensor(v) or not v.dim()}
+        return {key: value for key, value in scalars.items() if value is not None}
+
+    def read(self, name: str, key: str, wanted: Slice) -> Tensor:
+        """Values of a parameter, [numel] fp32: its weights for the key `MASTER`, else optimizer state.
+
+        Only what is asked for is read, but where rows of a matrix cut by columns are put together from
+        another number of parts: those are assembled as a whole.
+        """
+        parts = self._parts[name]
+        shape, stored_dim = self.cuts[name]
+        dim = wanted.dim if stored_dim is None else stored_dim
+        if len(parts) == wanted.parts:
+            return self._range(parts[wanted.index], key, wanted.start, wanted.numel)
+        if dim == 0:  # parts follow each other
+            length = torch.Size(shape).numel()
+            joined = _joined(parts, length // len(parts))
+            return self._range(
+                joined, key, wanted.index * (length // wanted.parts) + wanted.start, wanted.numel
+            )
+        whole = self._whole(parts, key, shape, dim)
+        part = whole.chunk(wanted.parts, dim)[wanted.index].flatten()
+        return part[wanted.start : wanted.start + wanted.numel]
+
+    def _whole(self, parts: Sequence[Sequence[Piece]], key: str, shape: Sequence[int], dim: int) -> Tensor:
+        cut = list(shape)
+        cut[dim] //= len(parts)
+        length = torch.Size(cut).numel()
+        return torch.cat([self._range(part, key, 0, length).view(cut) for part in parts], dim)
+
+    def _range(self, pieces: Sequence[Piece], key: str, start: int, numel: int) -> Tensor:
+        """Elements ``start .. start + numel - 1`` of what the pieces, in order, make up."""
+        values = torch.empty(numel, dtype=torch.float32)
+        index = bisect_right([piece.start for piece in pieces], start) - 1
+        done = 0
+        while done < numel:
+            piece = pieces[index]
+            inside = start + done - piece.start
+            count = min(piece.numel - inside, numel - done)
+            values[done : done + count] = self._tensor(piece, key).narrow(0, piece.offset + inside, count)
+            done += count
+            index += 1
+        return values
+
+    def _tensor(self, piece: Piece, key: str) -> Tensor:
+        """The flat tensor that a piece lies in."""
+        if key == MASTER:
+            return self._value(piece.weights_at).detach().flatten()
+        return self._value(piece.state_at)[key].flatten()
+
+    def _state(self, name: str) -> Mapping[str, Any]:
+        """The state of the shard that a parameter begins in; empty where its optimizer has none."""
+        place = self._parts[name][0][0].state_at
+        states = self._value(place._replace(keys=place.keys[:-1]))
+        return states.get(place.keys[-1], {})
+
+    def _value(self, place: Place) -> Any:
+        value = self._load(place.file)
+        for key in place.keys:
+            value = value[key]
+        return value
+
+    def _open(self, file: str) -> Any:
+        """A file of DeepSpeed's, whose tensors are mapped: the pages that are used are read when they are."""
+        # They hold objects of DeepSpeed's own, as those that it loads itself.
+        return torch.load(self.path / file, map_location="cpu", mmap=True, weights_only=False)
+
+    def _pieces(self) -> dict[str, tuple[Cut, list[list[Piece]]]]:
+        """Of each parameter its cut and, for each part, the pieces in order.
+
+        A tied weight is taken from the first stage that holds it, one that is not cut from the first tensor
+        rank: the others hold copies.
+        """
+        found: dict[str, dict[tuple[int, int], list[Piece]]] = defaultdict(lambda: defaultdict(list))
+        for rank in self.ranks:
+            for name, piece in _fragments(rank):
+                found[name][rank["stage"], rank["tensor"]].append(piece)
+        pieces = {}
+        for name, cut in self.cuts.items():
+            holders = sorted(found[name])
+            used = [at for at in holders if at[0] == holders[0][0]] if cut.dim is not None else holders[:1]
+            pieces[name] = (cut, [sorted(found[name][at]) for at in used])
+        return pieces
+
+
+def _fragments(rank: Mapping[str, Any]) -> Iterator[tuple[str, Piece]]:
+    for shard in rank["shards"]:
+        places = (Place(file, tuple(keys)) for file, keys in (shard["weights_at"], shard["state_at"]))
+        weights, state = places
+        for name, start, numel, offset in shard["fragments"]:
+            yield name, Piece(start, numel, offset, weights, state)
+
+
+def _checked(name: str, cut: Cut, parts: list[list[Piece]]) -> list[list[Piece]]:
+    """The parts, of which each must be there from its first element to its last."""
+    total = torch.Size(cut.full_shape).numel()
+    covered = 0
+    for part in parts:
+        end = 0
+        for piece in part:
+            if piece.start != end:
+                raise RuntimeError(f"{SHARDS} does not cover {name} once: {piece.start} follows {end}")
+            end += piece.numel
+        covered += end
+    if covered != total:
+        raise RuntimeError(f"{SHARDS} covers {covered} of the {total} elements of {name}")
+    return parts
+
+
+def _joined(parts: Sequence[Sequence[Piece]], length: int) -> list[Piece]:
+    """The pieces of all parts, each `length` long, counted from the beginning of the first."""
+    return [
+        piece._replace(start=piece.start + index * length)
+        for index, part in enumerate(parts)
+        for piece in part
+    ]
