@@ -238,9 +238,8 @@ def _unreadable(checkpoint: Checkpoint, job: Job) -> str | None:
         reason = "state on NVMe drives is not converted"
     elif "fp16" in (there["compute"], here["compute"]):
         reason = "the loss scale of fp16 is not converted"
-    return (
-        reason and f"was saved in another layout ({', '.join(layout_changes(checkpoint, job))}), and {reason}"
-    )
+    changes = ", ".join(layout_changes(checkpoint, job))
+    return reason and f"was saved in another layout ({changes}), and {reason}"
 
 
 def _differing(saved: dict[str, Any], here: dict[str, Any]) -> str:

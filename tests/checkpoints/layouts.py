@@ -13,7 +13,12 @@ from tests.end_to_end.jobs import write_text
 SEQUENCE = 16
 # A large eps: Adam would blow up the rounding of gradients that are zero in exact arithmetic.
 ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-3, "weight_decay": 0.1}}
-CONFIG: dict[str, Any] = {"train_batch_size": 8, "gradient_clipping": 1.0, "optimizer": ADAM}
+OPTIMIZERS = {
+    "AdamW": ADAM,
+    "SGD": {"type": "SGD", "params": {"lr": 0.1}},
+    "momentum": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+}
+CONFIG: dict[str, Any] = {"train_batch_size": 8, "gradient_clipping": 1.0}
 SMALL = replace(
     MODEL, num_layers=3, num_heads=4, num_kv_heads=4, head_dim=4, max_position_embeddings=SEQUENCE
 )
@@ -84,17 +89,21 @@ LAYOUTS = {
 
 
 def arguments(
-    folder: Path, run: str, layout: str, *more: str, steps: int, model: str = "tied", **changes: Any
+    folder: Path, run: str, layout: str, *, steps: int, model: str = "tied", optimizer: str = "AdamW"
 ) -> list[str]:
     """The command line of a run in `folder`, in one of `LAYOUTS`."""
-    text, described, config = folder / "text", folder / f"{model}.json", folder / f"{layout}.json"
+    text, described, config = (
+        folder / "text",
+        folder / f"{model}.json",
+        folder / f"{layout}, {optimizer}.json",
+    )
     if not text.exists():
         write_text(text)
     described.write_text(json.dumps(asdict(MODELS[model])), encoding="utf-8")
-    values = {**CONFIG, **LAYOUTS[layout].config, **changes}
+    values = {**CONFIG, **LAYOUTS[layout].config, "optimizer": OPTIMIZERS[optimizer]}
     config.write_text(json.dumps(values), encoding="utf-8")
     return [
         *("--deepspeed_config", str(config), "--model", str(described), "--data", str(text)),
         *("--seq_length", str(SEQUENCE), "--train_steps", str(steps), "--sample_tokens", "0"),
-        *("--output_dir", str(folder / run), "--eval_samples", "0", *more),
+        *("--output_dir", str(folder / run), "--eval_samples", "0"),
     ]
