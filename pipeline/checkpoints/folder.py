@@ -236,8 +236,6 @@ def _unreadable(checkpoint: Checkpoint, job: Job) -> str | None:
         reason = "one optimizer's state is nothing to another"
     elif there["nvme"] or here["nvme"]:
         reason = "state on NVMe drives is not converted"
-    elif "fp16" in (there["compute"], here["compute"]):
-        reason = "the loss scale of fp16 is not converted"
     changes = ", ".join(layout_changes(checkpoint, job))
     return reason and f"was saved in another layout ({changes}), and {reason}"
 

@@ -78,6 +78,12 @@ def is_replicated(engine: TrainEngine) -> bool:
     return isinstance(engine.deepspeed.optimizer, (torch.optim.Optimizer, FP16_UnfusedOptimizer))
 
 
+def reads_own_shards(engine: TrainEngine) -> bool:
+    """Whether DeepSpeed can load what it saves: not what its bf16 optimizer writes on a pipeline without
+    ZeRO, which it looks for in the file of another optimizer."""
+    return engine.job.zero_stage > 0 or not isinstance(engine.deepspeed.optimizer, BF16_Optimizer)
+
+
 def shards(engine: TrainEngine) -> list[Shard]:
     """The shards of this rank, in the order of the optimizer's groups.
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from deepspeed.checkpoint.constants import LOSS_SCALER, OPTIMIZER_STATE_DICT
 from torch import Tensor
 
 from pipeline.checkpoints.folder import SHARDS
@@ -93,6 +94,11 @@ class StoredState:
         """What the optimizer keeps for a parameter beside tensors: Adam's step."""
         scalars = {k: v for k, v in self._state(name).items() if not torch.is_tensor(v) or not v.dim()}
         return {key: value for key, value in scalars.items() if value is not None}
+
+    def loss_scaler(self) -> Any:
+        """DeepSpeed's loss scaler, which is the same on all ranks of an fp16 job."""
+        place = Place(*next(shard for rank in self.ranks for shard in rank["shards"])["weights_at"])
+        return self._value(Place(place.file, (OPTIMIZER_STATE_DICT, LOSS_SCALER)))
 
     def read(self, name: str, key: str, wanted: Slice) -> Tensor:
         """Values of a parameter, [numel] fp32: its weights for the key `MASTER`, else optimizer state.

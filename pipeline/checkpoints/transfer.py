@@ -19,6 +19,7 @@ from pipeline.checkpoints.folder import (
     write_manifest,
 )
 from pipeline.checkpoints.layout_change import convert_checkpoint, same_shards, write_shard_index
+from pipeline.checkpoints.shards import reads_own_shards
 from pipeline.checkpoints.stored import StoredState
 from pipeline.job.job import Job
 from pipeline.job.run_file import CHECKPOINTS
@@ -86,7 +87,9 @@ def _fits(engine: TrainEngine, checkpoint: Checkpoint) -> bool:
     layout (offload, the order of gradients, the size of groups)."""
     if checkpoint.layout != layout_of(engine.job):
         return False
-    return not checkpoint.has_shard_index or same_shards(engine, StoredState(checkpoint.path))
+    if not checkpoint.has_shard_index:
+        return True
+    return reads_own_shards(engine) and same_shards(engine, StoredState(checkpoint.path))
 
 
 def _load_own_shards(engine: TrainEngine, checkpoint: Checkpoint) -> None:

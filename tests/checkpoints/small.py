@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -43,7 +43,7 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def job(folder: Path, ranks: int = 2, **changes: Any) -> Job:
+def job(folder: Path, ranks: int = 2, device: Literal["cpu", "cuda"] = "cpu", **changes: Any) -> Job:
     """The job of `CONFIG` with `changes`; its run folder is ``folder / "run"``."""
     model, config = folder / "model.json", folder / "ds.json"
     model.write_text(json.dumps(asdict(MODEL)), encoding="utf-8")
@@ -55,7 +55,7 @@ def job(folder: Path, ranks: int = 2, **changes: Any) -> Job:
         train_steps=4,
         output_dir=str(folder / "run"),
     )
-    return resolve(options, World((Host("localhost", ranks),), "cpu"))
+    return resolve(options, World((Host("localhost", ranks),), device))
 
 
 def start(job: Job) -> TrainEngine:

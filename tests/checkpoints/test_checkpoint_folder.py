@@ -11,6 +11,7 @@ import pytest
 from pipeline.checkpoints.folder import (
     TrainState,
     find_checkpoint,
+    layout_changes,
     point_latest,
     publish,
     read_checkpoint,
@@ -33,12 +34,15 @@ def job_in(folder: Path, config: dict[str, Any] | None = None, ranks: int = 2, *
     return found.job
 
 
-def saved(folder: Path, state: TrainState = STATE, **options: Any) -> Path:
+def saved(
+    folder: Path, state: TrainState = STATE, config: dict[str, Any] | None = None, **options: Any
+) -> Path:
     """A checkpoint of a job in `folder`, pointed to by `latest`."""
-    job = job_in(folder, **options)
+    job = job_in(folder, config, **options)
     path = Path(job.output_dir) / "checkpoints" / tag_of(state.step)
     (path / "sub").mkdir(parents=True)
     (path / "sub" / "shard.pt").write_bytes(b"12345")
+    (path / "shards.json").write_bytes(b"{}\n")
     write_manifest(job, state, path)
     point_latest(path.parent, path.name)
     return path
@@ -124,30 +128,63 @@ def test_the_same_job_may_continue_and_be_longer(tmp_path: Path):
     assert resume_problems(job_in(tmp_path, {"gradient_clipping": 0.5, "train_batch_size": 32})) == []
 
 
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+BF16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+NVME = {
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}},
+}
+CHANGES = [
+    ({"zero_optimization": {"stage": 2}}, 2, "zero_stage 0 -> 2"),
+    ({"pipeline": {"stages": 2}}, 2, "pipeline 1 -> 2, data 2 -> 1"),
+    ({}, 4, "data 2 -> 4"),
+    ({"sequence_parallel_size": 2}, 4, "sequence 1 -> 2"),
+    ({"tensor_parallel": {"autotp_size": 2}}, 4, "tensor 1 -> 2"),
+    (BF16, 2, "zero_stage 0 -> 1, compute fp32 -> bf16"),
+]
+
+
+@pytest.mark.parametrize(("config", "ranks", "says"), CHANGES)
+def test_another_layout_is_named_and_may_continue(
+    config: dict[str, Any], ranks: int, says: str, tmp_path: Path
+):
+    path = saved(tmp_path)
+    job = job_in(tmp_path, config, ranks)
+    assert resume_problems(job) == []
+    assert says in ", ".join(layout_changes(read_checkpoint(path), job))
+    assert layout_changes(read_checkpoint(path), job_in(tmp_path)) == []
+
+
+@pytest.mark.parametrize(("config", "ranks", "says"), CHANGES)
+def test_without_an_index_another_layout_is_refused(
+    config: dict[str, Any], ranks: int, says: str, tmp_path: Path
+):
+    """As earlier versions saved them."""
+    path = saved(tmp_path) / "manifest.json"
+    manifest = json.loads(path.read_text(encoding="utf-8"))
+    del manifest["files"]["shards.json"], manifest["layout"]["nvme"]
+    formats = {key: manifest["layout"].pop(key) for key in ("compute", "accumulation")}
+    manifest["layout"]["precision"] = {**formats, "reason": ""}
+    path.write_text(json.dumps(manifest), encoding="utf-8")
+    assert resume_problems(job_in(tmp_path)) == []
+    (problem,) = resume_problems(job_in(tmp_path, config, ranks))
+    assert "was saved in another layout" in problem.rule and "it has no shards.json" in problem.rule
+    assert says.split(", ")[0] in problem.rule
+
+
 @pytest.mark.parametrize(
-    ("config", "ranks", "says"),
+    ("before", "after", "says"),
     [
-        ({"zero_optimization": {"stage": 2}}, 2, "zero_stage 0 there, 2 here"),
-        ({"pipeline": {"stages": 2}}, 2, "pipeline 1 there, 2 here"),
-        ({}, 4, "data 2 there, 4 here"),
-        ({"sequence_parallel_size": 2}, 4, "sequence 1 there, 2 here"),
-        ({"tensor_parallel": {"autotp_size": 2}}, 4, "tensor 1 there, 2 here"),
-        ({"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, 2, "optimizer AdamW there, SGD here"),
-        (
-            {
-                "bf16": {"enabled": True},
-                "zero_optimization": {"stage": 1},
-                "data_types": {"grad_accum_dtype": "fp32"},
-            },
-            2,
-            "precision",
-        ),
+        ({}, SGD, "(optimizer AdamW -> SGD), and one optimizer's state is nothing to another"),
+        ({}, NVME, "state on NVMe drives is not converted"),
+        (NVME, {}, "state on NVMe drives is not converted"),
     ],
 )
-def test_another_layout_is_named(config: dict[str, Any], ranks: int, says: str, tmp_path: Path):
-    saved(tmp_path)
-    (problem,) = resume_problems(job_in(tmp_path, config, ranks))
-    assert "was saved in another layout" in problem.rule
+def test_what_cannot_be_converted_is_refused(
+    before: dict[str, Any], after: dict[str, Any], says: str, tmp_path: Path
+):
+    saved(tmp_path, config=before)
+    assert resume_problems(job_in(tmp_path, before)) == []
+    (problem,) = resume_problems(job_in(tmp_path, after))
     assert says in problem.rule
 
 
@@ -191,5 +228,5 @@ def test_only_leftovers_of_crashes_are_removed(tmp_path: Path):
 def test_the_manifest_lists_every_file_but_itself(tmp_path: Path):
     path = saved(tmp_path)
     manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-    assert manifest["files"] == {"sub/shard.pt": 5}
+    assert manifest["files"] == {"shards.json": 3, "sub/shard.pt": 5}
     assert manifest["state"]["consumed_samples"] == 48

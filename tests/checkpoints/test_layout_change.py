@@ -222,6 +222,15 @@ def test_other_formats_go_on(pair: tuple[str, str], runs: Runs):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", ["bf16 pp2 zero0", "bf16 dp2 zero0", "dp2 zero2 round robin"])
+def test_the_same_layout_goes_on_to_the_bit(layout: str, runs: Runs):
+    """Where DeepSpeed cannot read what it wrote, it is converted all the same."""
+    run, said = runs.resumed(layout, layout)
+    assert "layout changed" not in said
+    assert losses(run) == losses(runs.trained(layout, STEPS))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", [*FAST, *SLOW, *FORMATS], ids=name)
 def test_not_a_bit_is_lost(pair: tuple[str, str], runs: Runs):
     first, second = pair

@@ -193,17 +193,18 @@ def test_a_folder_of_another_run_is_refused_and_left_alone(shop: Workshop):
     assert _contents(shop.folder / "run") == before
 
 
-def test_resume_in_another_layout_is_refused(shop: Workshop, capsys: pytest.CaptureFixture[str]):
+def test_resume_with_another_optimizer_is_refused(shop: Workshop, capsys: pytest.CaptureFixture[str]):
     run_job(shop.arguments("run", shop.config()), 2).check()
     before = _contents(shop.folder / "run")
-    other = shop.config("other", zero_optimization={"stage": 1}, pipeline={"stages": 2})
+    sgd = {"type": "SGD", "params": {"lr": 0.1}}
+    other = shop.config("other", zero_optimization={"stage": 1}, optimizer=sgd)
     code, shown = checked(capsys, shop.arguments("run", other), 2)
     assert code == 2
-    for part in ("was saved in another layout", "pipeline 1 there, 2 here", "zero_stage 0 there, 1 here"):
+    for part in ("was saved in another layout", "zero_stage 0 -> 1", "optimizer AdamW -> SGD"):
         assert part in shown
     result = run_job(shop.arguments("run", other), 2)
     assert result.exit_codes == (2, 2)
-    assert "data 2 there, 1 here" in flat(result.stderr[0])
+    assert "one optimizer's state is nothing to another" in flat(result.stderr[0])
     assert _contents(shop.folder / "run") == before
 
 
