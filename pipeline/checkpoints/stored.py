@@ -177,7 +177,7 @@ class StoredState:
         pieces = {}
         for name, cut in self.cuts.items():
             holders = sorted(found[name])
-            used = [at for at in holders if at[0] == holders[0][0]] if cut.dim is not None else holders[:1]
+            used = [at for at in holders if at[0] == holders[0][0]][: None if cut.dim is not None else 1]
             pieces[name] = (cut, [sorted(found[name][at]) for at in used])
         return pieces
 

@@ -57,6 +57,7 @@ LAYOUTS = {
     "dp2 zero3": Layout(2, zero(3)),
     "dp4 zero1": Layout(4, zero(1)),
     "dp4 zero3": Layout(4, zero(3)),
+    "dp4 zero3 second shard": Layout(4, zero(3, zero_hpz_partition_size=2)),
     "dp2 zero2 round robin": Layout(2, zero(2, round_robin_gradients=True, parameter_alignment=True)),
     "dp2 zero2 offload": Layout(2, zero(2, **OFFLOAD)),
     "dp2 zero3 offload": Layout(2, zero(3, **OFFLOAD, offload_param={"device": "cpu", "pin_memory": False})),

@@ -46,6 +46,8 @@ SLOW = (
     ("dp2", "dp2 zero3"),
     ("dp2 zero1", "dp4 zero1"),
     ("dp4 zero3", "dp2 zero3"),
+    ("dp2 zero1", "dp4 zero3 second shard"),
+    ("dp4 zero3 second shard", "dp2 zero3"),
     ("dp2 zero2 round robin", "dp2 zero2"),
     ("dp2 zero2", "dp2 zero2 round robin"),
     ("dp2 zero2 offload", "dp2 zero3 offload"),
