@@ -22,7 +22,18 @@ CONFIG: dict[str, Any] = {"train_batch_size": 8, "gradient_clipping": 1.0}
 SMALL = replace(
     MODEL, num_layers=3, num_heads=4, num_kv_heads=4, head_dim=4, max_position_embeddings=SEQUENCE
 )
-MODELS = {"tied": SMALL, "untied": replace(SMALL, tied=False)}
+LLAMA = replace(
+    SMALL,
+    num_kv_heads=2,
+    position="rotary",
+    norm="rmsnorm",
+    activation="swiglu",
+    bias=False,
+    qkv_bias=False,
+    qk_norm=True,
+    tied=False,
+)
+MODELS = {"tied": SMALL, "untied": replace(SMALL, tied=False), "llama": LLAMA}
 
 
 @dataclass(frozen=True)
