@@ -52,8 +52,15 @@ def same_shards(engine: TrainEngine, stored: StoredState) -> bool:
 
 
 def convert_checkpoint(engine: TrainEngine, checkpoint: Checkpoint, stored: StoredState) -> None:
-    """Load a checkpoint of another layout. Collective."""
+    """Load a checkpoint of another layout. Collective.
+
+    Raises:
+        RuntimeError: it lacks the optimizer's state, though steps have been taken.
+    """
     names = parameter_names(engine)
+    missing = [name for name in names.values() if not stored.scalars(name)]
+    if missing and engine.job.optimizer.type != "SGD" and checkpoint.state.step > stored.skipped_steps:
+        raise RuntimeError(f"{checkpoint.path} holds no optimizer state for {missing}")
     with torch.no_grad():
         for shard in shards(engine):
             _fill(engine, shard, stored, names)
