@@ -32,8 +32,9 @@ class Options:
     GPU."""
     data: tuple[str, ...] = ()
     """What to train on: text, .jsonl[.gz|.zst] and .parquet files, folders of them, saved datasets folders,
-    the PREFIX of Megatron token files, hub:NAME. PATH=WEIGHT for each: a blend of
-    sources with these shares of the samples. None: the source text of Python's standard library."""
+    the PREFIX of Megatron token files, hub:NAME; files, folders and PREFIX at s3://, gs:// and http(s)://
+    addresses, too. PATH=WEIGHT for each: a blend of sources with these shares of the samples. None: the
+    source text of Python's standard library."""
     data_blend: str | None = None
     """JSON of named sources and weights, instead of --data:
     {"sources": [{"name": "books", "data": "books.txt", "weight": 0.7}, ...]}."""
