@@ -190,7 +190,8 @@ def _train(
         if status == "stopped":
             console.message(f"stopped after step {done} of {job.train_steps}; {_resume_hint(job)}")
             return Ending("stopped", done, stop.signal_name or "asked to stop on another rank")
-        if state.step >= job.train_steps:  # it had finished before, and no step evaluated it
+        if state.step >= job.train_steps:
+            console.message(f"the run had finished at step {done} before")
             for name, batches in eval_sets:
                 loss = evaluate(engine, parallel, batches)
                 console.message(evaluation_line(EvalMetrics(done, loss, name), job.train_steps))
