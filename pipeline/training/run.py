@@ -176,8 +176,10 @@ def _train(
         if status == "stopped":
             console.message(f"stopped after step {done} of {job.train_steps}; {_resume_hint(job)}")
             return Ending("stopped", done, stop.signal_name or "asked to stop on another rank")
-        if state.step >= job.train_steps and eval_set:  # it had finished before, and no step evaluated it
-            console.message(f"held-out loss {evaluate(engine, parallel, eval_set):.4f}")
+        if state.step >= job.train_steps:
+            console.message(f"the run had finished at step {done} before")
+            if eval_set:
+                console.message(f"held-out loss {evaluate(engine, parallel, eval_set):.4f}")
         if job.options.sample_tokens > 0:
             prompt, count = job.options.sample_prompt, job.options.sample_tokens
             console.message(f"sample:\n{sample_text(engine, job, data.tokenizer, prompt, count)}\n")
