@@ -109,6 +109,18 @@ def test_visible_devices_that_cannot_be_are_problems(machine) -> None:
     assert "by number only" in visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-8f2c"})[1][0].rule
 
 
+@pytest.mark.parametrize("there", [False, True], ids=["no GPUs", "hidden GPUs"])
+def test_numbers_that_the_deepspeed_launcher_gives_to_cpu_ranks(
+    machine, monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    machine(gpus=0)
+    monkeypatch.setattr(devices, "_machine_has_gpus", lambda environ: there)
+    launched = {"CUDA_VISIBLE_DEVICES": "0,1", "CROSS_RANK": "0"}
+    assert bool(visible_gpus(launched)[1]) == there
+    # Where nobody but the user can have set it, it asks for GPUs.
+    assert "offers 0 of these 2" in visible_gpus({"CUDA_VISIBLE_DEVICES": "0,1"})[1][0].rule
+
+
 def test_a_broken_driver_is_a_problem_and_not_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     class Driver:
         def cuInit(self, _flags: int) -> int:
