@@ -133,6 +133,7 @@ def load_data(
     saved: dict[str, Any] | None = None,
     position: int = 0,
     time_limit: float = DEFAULT_WAIT,
+    report_work: Callable[[str], None] | None = None,
 ) -> TrainingData:
     """Tokenize what is new, split it by documents, and pack it. Every rank calls it and gets the same.
 
@@ -146,6 +147,7 @@ def load_data(
         saved: What `Continued.progress` gave the checkpoint that the run goes on from.
         position: Samples consumed by then.
         time_limit: Seconds to wait for the process that tokenizes.
+        report_work: Receives what the one process that tokenizes says, whichever it is; default: `report`.
 
     Raises:
         JobError: paths, texts or sizes that cannot be used, or data that the checkpoint was not trained on.
@@ -158,7 +160,7 @@ def load_data(
 
     def opened(spec: SourceSpec) -> OpenSource:
         corpus = find_corpus(spec.paths)
-        file = cached_tokens(corpus, tokenizer, cache_folder, report, time_limit, rules)
+        file = cached_tokens(corpus, tokenizer, cache_folder, report, time_limit, rules, report_work)
         return OpenSource(spec, corpus, file)
 
     training, named = [opened(spec) for spec in sources], [opened(spec) for spec in validation]
