@@ -176,6 +176,9 @@ def from_run_file(path: Path, kind: type[O] = Options) -> O:  # type: ignore[ass
         saved = json.loads(path.read_text(encoding="utf-8"))["options"]
         if not isinstance(saved, dict):
             raise TypeError("its options are no object")
+    except FileNotFoundError as error:
+        rule = "there is no such file"
+        raise JobError([Problem("config", str(path), rule, f"Give the {RUN_FILE} of a run")]) from error
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         rule = f"cannot be read as a {RUN_FILE} ({type(error).__name__}: {error})"
         raise JobError([Problem("config", str(path), rule, f"Give the {RUN_FILE} of a run")]) from error

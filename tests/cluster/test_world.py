@@ -51,7 +51,8 @@ def test_a_single_core_has_one_rank(machine) -> None:
 def test_cpu_ranks_may_exceed_the_cores_when_asked_for(machine) -> None:
     machine(gpus=0, cores=2)
     assert local_world(num_gpus=16, environ={}).size == 16
-    assert problems_of(local_world, num_gpus=0, environ={})[0].key == "num_gpus"
+    (problem,) = problems_of(local_world, num_gpus=0, environ={})
+    assert problem.key == "num_gpus" and "CPU ranks" in problem.rule
 
 
 @pytest.mark.parametrize(
