@@ -45,10 +45,12 @@ class EvalData:
 
     Attributes:
         name: None for the held-out part of a single source, which has no name.
+        aside: Lines about what of a validation set is not used; a source says that of its held-out part, too.
     """
 
     name: str | None
     dataset: PackedDataset
+    aside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ class TrainingData:
             lines += _aside(opened)
         for held_out in self.evaluation:
             lines.append(f"{held_out.name or 'held out'}: {_size(held_out.dataset)}")
+            lines += held_out.aside
         if not self.evaluation:
             lines.append("held out: nothing")
         return (*lines, *self.order.changes)
@@ -173,7 +176,7 @@ def load_data(
         for each, (_, held_out) in zip(training, parts, strict=True)
         if held_out
     ]
-    evaluation += [EvalData(each.spec.name, packer.whole(each)) for each in named]
+    evaluation += [EvalData(each.spec.name, packer.whole(each), tuple(_aside(each))) for each in named]
     progress = Progress.from_json(saved) if saved else None
     order = continue_blend([source for source, _ in parts], progress, position)
     return TrainingData(tokenizer, tuple(training), order, tuple(evaluation))
