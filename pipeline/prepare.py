@@ -83,6 +83,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Who reads the output, `head` say, has enough. Nothing may be written at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"error: {where}{error.strerror or error}; the same command continues", file=sys.stderr)
+        return EXIT_FAILED
     except KeyboardInterrupt:
         print("\ninterrupted; the same command continues", file=sys.stderr)
         return EXIT_FAILED
@@ -142,7 +146,8 @@ def _prepare_local(options: PrepareOptions, prefix: str, corpus: Corpus) -> None
     tokenizer = _tokenizer(options, corpus, rules, folder)
     workers = options.workers or usual_workers(corpus)
     size = sum(file.size for file in corpus.files)
-    _say(f"{len(corpus.files):,} files, {size / 1e6:,.1f} MB, {workers} worker{'s' if workers > 1 else ''}")
+    parts = _counted(len(corpus.files), "file"), f"{size / 1e6:,.1f} MB", _counted(workers, "worker")
+    _say(", ".join(parts))
     line = _ProgressLine()
     description = write_tokens(prefix, corpus, tokenizer, rules, workers, line.say, line)
     if options.train_tokenizer is None:
@@ -168,6 +173,10 @@ def _inspect(prefix: str, tokenizer: str | None) -> None:
     name = chosen_tokenizer(tokenizer, [prefix])
     for line in TokenReport(prefix, open_token_file(prefix), load_tokenizer(name)).lines():
         print(line)
+
+
+def _counted(number: int, name: str) -> str:
+    return f"{number:,} {name}{'' if number == 1 else 's'}"
 
 
 def _say(message: str) -> None:

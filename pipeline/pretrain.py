@@ -20,6 +20,7 @@ if __name__ == "__main__":
 from pipeline.checkpoints.folder import resume_problems
 from pipeline.cluster.outcome import Outcome, write_outcome
 from pipeline.cluster.rank_environment import RankEnvironment, read_rank_environment
+from pipeline.cluster.running import only_job
 from pipeline.cluster.world import world_from_environment
 from pipeline.job.job import Job
 from pipeline.job.options import Options, parse_options
@@ -41,9 +42,10 @@ def main(arguments: Sequence[str]) -> int:
             options = parse_options(arguments)
             output_dir = options.output_dir
             job = _read_job(options, environment)
+        with only_job(job.output_dir) if environment.rank == 0 else contextlib.nullcontext():
+            return _train(job, environment)
     except JobError as error:
         return _refuse(error, environment, output_dir)
-    return _train(job, environment)
 
 
 def _read_job(options: Options, environment: RankEnvironment) -> Job:

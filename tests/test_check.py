@@ -103,6 +103,9 @@ def test_print_config_prints_what_deepspeed_receives(
 
 def test_a_broken_run_file_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--config", str(tmp_path / "run.json")]) == 2
+    assert "there is no such file" in " ".join(capsys.readouterr().err.split())
+    (tmp_path / "run.json").write_text("{")
+    assert main(["--config", str(tmp_path / "run.json")]) == 2
     assert "cannot be read as a run.json" in capsys.readouterr().err
 
 

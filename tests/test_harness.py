@@ -253,7 +253,13 @@ def announce_and_hang(folder: str) -> None:
 def test_nothing_outlives_the_test_process(tmp_path: Path, signal_number: int):
     script = OUTLIVED.format(root=str(Path(__file__).parents[1]), folder=str(tmp_path))
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    caller = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL, env=environment)
+    caller = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stderr=subprocess.DEVNULL,
+        env=environment,
+        # A shell starts its background jobs with Ctrl-C ignored, and Python then leaves it so.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     wait_until(lambda: all((tmp_path / rank).exists() and (tmp_path / rank).read_text() for rank in "01"), 60)
     pids = [int(pid) for rank in "01" for pid in (tmp_path / rank).read_text().split()]
     server = psutil.Process(pids[1]).ppid()

@@ -2,7 +2,8 @@
 
 Every command of README.md is one of four kinds, told by what it is, so that none can be left out:
 
-    here      starts a job that this machine can do, or the check: run as it is written, shortened by options
+    here      starts a job that this machine can do, the check or the preparation: run as it is written, jobs
+              shortened by options
     elsewhere needs GPUs or other hosts: its options go through the check, for the world it asks for
     setup     activates .venv; the tests' interpreter takes its place
     tests     the test script itself, which must exist and be executable
@@ -85,7 +86,7 @@ def kind(command: str) -> str:
         large = "--model" in job and job[job.index("--model") + 1] != "tiny"
         remote = launcher.hostfile not in (None, "hostfiles/localhost")
         return "elsewhere" if large or remote else "here"
-    if command.startswith("python -m pipeline.check"):
+    if command.startswith(("python -m pipeline.check", "python -m pipeline.prepare")):
         return "here"
     if command == "source .venv/bin/activate":
         return "setup"
@@ -115,9 +116,10 @@ def clone(tmp_path: Path) -> Path:
     last_line = last_line.replace('"$root/.venv/bin/python"', "python")
     (copy / "launch.sh").write_text(f"#!/bin/sh\nroot={copy}\n{last_line}\n")
     (copy / "launch.sh").chmod(0o755)
-    (copy / "my_corpus").mkdir()
-    for number in range(2):
-        (copy / "my_corpus" / f"{number}.txt").write_text("a document\n" * 1000)
+    for folder in ("my_corpus", "more_text"):
+        (copy / folder).mkdir()
+        for number in range(2):
+            (copy / folder / f"{number}.txt").write_text(f"a document of {folder}\n" * 1000)
     (copy / "my_job.json").write_text(blocks("json")[0].text)
     return copy
 

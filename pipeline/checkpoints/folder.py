@@ -215,9 +215,9 @@ def resume_problems(job: Job) -> list[Problem]:
     if rule := _unreadable(checkpoint, job):
         remedy = "Resume in the layout it was saved in, or start anew in another --output_dir"
         problems.append(Problem("resume", path, rule, remedy))
-    # Files may have moved: whether the data is the same, its fingerprint tells when it has been read.
-    same = identity(job.options, job.model, job.batch.sequence_length) | {"data": None}
-    if differing := _differing(checkpoint.identity | {"data": None}, same):
+    # Whether the data is the same, the fingerprints of its sources tell when it has been read.
+    same = identity(job.options, job.model, job.batch.sequence_length)
+    if differing := _differing(checkpoint.identity, same):
         rule = f"belongs to another run: {differing}"
         problems.append(Problem("resume", path, rule, "Give that run's settings, or start anew"))
     return problems

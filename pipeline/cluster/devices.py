@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -19,6 +21,8 @@ _CUDA_ERROR_NO_DEVICE = 100
 # CUdevice_attribute of the driver interface.
 _COMPUTE_CAPABILITY_MAJOR = 75
 _COMPUTE_CAPABILITY_MINOR = 76
+# The number of this host. With it, the launcher sets CUDA_VISIBLE_DEVICES, on machines without GPUs, too.
+_SET_BY_DEEPSPEED_LAUNCHER = "CROSS_RANK"
 # Ampere (8.0) is the first generation with bf16 arithmetic.
 BF16_CAPABILITY = (8, 0)
 
@@ -53,6 +57,8 @@ def visible_gpus(environ: Mapping[str, str] = os.environ) -> tuple[tuple[Gpu, ..
     if visible is None or problems:
         return gpus, problems
     indices = [int(index) for index in visible.split(",")]
+    if not gpus and _SET_BY_DEEPSPEED_LAUNCHER in environ and not _machine_has_gpus(environ):
+        return (), ()  # the launcher numbers the ranks of a CPU machine so, too: nobody asked for GPUs
     if len(gpus) != len(indices):
         rule = f"the driver offers {len(gpus)} of these {len(indices)} GPUs"
         remedy = "List each GPU once, by a number that nvidia-smi shows, or unset it"
@@ -76,6 +82,17 @@ def _ask_driver() -> tuple[tuple[Gpu, ...], tuple[Problem, ...]]:
     count = ctypes.c_int()
     driver.cuDeviceGetCount(ctypes.byref(count))
     return tuple(_describe(driver, index) for index in range(count.value)), ()
+
+
+def _machine_has_gpus(environ: Mapping[str, str]) -> bool:
+    """Whether the driver offers any where CUDA_VISIBLE_DEVICES does not hide them; asked in a new process,
+    because the driver reads that variable once."""
+    unrestricted = {name: value for name, value in environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    program = (
+        f"import ctypes, sys; sys.exit(ctypes.CDLL('libcuda.so.1').cuInit(0) == {_CUDA_ERROR_NO_DEVICE})"
+    )
+    command = [sys.executable, "-I", "-c", program]
+    return subprocess.run(command, env=unrestricted, stderr=subprocess.DEVNULL).returncode == 0
 
 
 def _describe(driver: ctypes.CDLL, index: int) -> Gpu:

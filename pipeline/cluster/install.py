@@ -37,6 +37,7 @@ _CAUSES = (
     ("NewConnectionError", "The package index cannot be reached: is there a network, or a proxy to set?"),
     ("No matching distribution found", "The package index has no fitting release for this Python."),
     ("Permission denied", "A file or folder may not be written."),
+    ("ResolutionImpossible", "Versions that are asked for together do not fit together:"),
 )
 _SHOW_EVERY_SECONDS = 30.0
 
@@ -198,8 +199,12 @@ def phase_of(line: str) -> str | None:
 def explain_failure(log: Path) -> str:
     """Pip's error lines, what they mean where that is known, and where the rest is."""
     text = log.read_text(encoding="utf-8", errors="replace")
-    errors = [line for line in text.splitlines() if line.startswith("ERROR")] or text.splitlines()[-5:]
     causes = [cause for sign, cause in _CAUSES if sign in text][:1]
+    conflict = re.search(r"^The conflict is caused by:\n((?:[ \t]+\S.*\n)+)", text, re.MULTILINE)
+    if conflict:
+        errors = [line.strip() for line in conflict[1].splitlines()]
+    else:
+        errors = [line for line in text.splitlines() if line.startswith("ERROR")] or text.splitlines()[-5:]
     lines = ["Installing failed.", *causes, *(f"  {line}" for line in errors[-5:]), f"The whole log: {log}"]
     return "\n".join([*lines, "The next start begins the set-up again."])
 

@@ -18,6 +18,7 @@ if __name__ == "__main__":
 from pipeline.check import check, print_draft, read_arguments
 from pipeline.cluster.launcher_command import plan_launch
 from pipeline.cluster.run import run_launch
+from pipeline.cluster.running import running_problems
 from pipeline.cluster.supervise import say
 from pipeline.job.options import Options
 from pipeline.job.problems import EXIT_FAILED, EXIT_WRONG_JOB, JobError
@@ -37,6 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     draft = check(options, launcher)
     print_draft(draft, stderr=draft.job is None)
     if draft.job is None:
+        return EXIT_WRONG_JOB
+    if problems := running_problems(draft.job.output_dir):
+        print_problems(console(stderr=True), problems)
         return EXIT_WRONG_JOB
     launch = plan_launch(launcher, draft.job.world, job_arguments, os.environ)
     say(f"Starting {draft.job.world.size} ranks; rendezvous at port {launch.master_port}.")

@@ -7,6 +7,7 @@ MASTER_PORT. They differ in the name of the number of ranks on a host.
 from __future__ import annotations
 
 import os
+import random
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pipeline.job.problems import JobError, Problem
 
 LOOPBACK = "127.0.0.1"
+_FIRST_PORT, _FIRST_OUTGOING_PORT = 15_000, 32_768
 _REQUIRED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # LOCAL_SIZE: the deepspeed launcher. LOCAL_WORLD_SIZE: torchrun and accelerate.
 _LOCAL_SIZES = ("LOCAL_SIZE", "LOCAL_WORLD_SIZE")
@@ -102,7 +104,21 @@ def _wrong(name: str, value: object, rule: str) -> Problem:
 
 
 def free_port() -> int:
-    """A TCP port that nobody on this machine listens on at the moment."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((LOOPBACK, 0))
-        return probe.getsockname()[1]
+    """A TCP port that nobody on this machine uses at the moment.
+
+    It lies below the ports that systems give to outgoing connections (from 32768 on Linux), one of which
+    could take it between this call and the moment when rank 0 listens.
+
+    Raises:
+        OSError: a hundred tries found none.
+    """
+    chance = random.SystemRandom()  # two jobs that start at once, with equal seeds, must not try the same
+    for _ in range(100):
+        port = chance.randrange(_FIRST_PORT, _FIRST_OUTGOING_PORT)
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise OSError(f"no free port found between {_FIRST_PORT} and {_FIRST_OUTGOING_PORT}")

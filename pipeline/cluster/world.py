@@ -96,7 +96,10 @@ def local_world(
     device = _local_device(environ)
     if device.gpus is not None:
         host = Host(LOCALHOST, len(device.gpus), device.gpus)
-    elif num_gpus is not None and 0 < num_gpus <= MAX_SLOTS:
+    elif num_gpus is not None:
+        if not 0 < num_gpus <= MAX_SLOTS:
+            rule = f"must be from 1 to {MAX_SLOTS} CPU ranks"
+            raise JobError([Problem("num_gpus", num_gpus, rule, "Give such a number")])
         host = Host(LOCALHOST, num_gpus)
     else:
         host = Host(LOCALHOST, min(DEFAULT_CPU_RANKS, available_cores()))

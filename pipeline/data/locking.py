@@ -10,6 +10,8 @@ from pathlib import Path
 
 _POLL_SECONDS = 0.1
 _MESSAGE_SECONDS = 10.0
+# What is done sooner needs no word.
+_PATIENCE_SECONDS = 2.0
 
 
 @contextmanager
@@ -21,7 +23,7 @@ def file_lock(path: Path, time_limit: float, report: Callable[[str], None]) -> I
     Args:
         path: The lock file; made if missing.
         time_limit: Seconds to wait for another process.
-        report: Receives a message at the start of a wait and every 10 seconds of it.
+        report: Receives a message after 2 seconds of a wait (half of a short limit), then every 10 seconds.
 
     Raises:
         TimeoutError: another process held it for longer than `time_limit`.
@@ -33,7 +35,7 @@ def file_lock(path: Path, time_limit: float, report: Callable[[str], None]) -> I
 
 def _acquire(descriptor: int, path: Path, time_limit: float, report: Callable[[str], None]) -> None:
     begin = time.monotonic()
-    next_message = 0.0
+    next_message = min(_PATIENCE_SECONDS, time_limit / 2)
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -80,8 +80,16 @@ def is_remote(path: str) -> bool:
 
 def shown(url: str) -> str:
     """The address for messages: without user, password and query."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return f"{url.partition('://')[0]}://..."
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def readable(path: str) -> str:
+    """A path as it is, or an address as messages show it."""
+    return shown(path) if is_remote(path) else path
 
 
 def remote_problem(url: str) -> Problem | None:

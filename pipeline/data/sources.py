@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.data.corpus import data_problems
+from pipeline.data.remote import is_remote, readable
 from pipeline.job.json_reader import read_json
 from pipeline.job.options import Options
 from pipeline.job.problems import JobError, Problem
@@ -50,7 +51,7 @@ class SourceSpec:
 
 def one_source(paths: Sequence[str]) -> tuple[SourceSpec, ...]:
     """All `paths` as a single source."""
-    return (SourceSpec(", ".join(paths) or "standard library", tuple(paths)),)
+    return (SourceSpec(", ".join(map(readable, paths)) or "standard library", tuple(paths)),)
 
 
 def training_sources(options: Options) -> tuple[SourceSpec, ...]:
@@ -88,7 +89,9 @@ def validation_sets(options: Options) -> tuple[SourceSpec, ...]:
         if not equals or not path or not _NAME.fullmatch(name):
             rule = "is not NAME=PATH with a name of letters, digits, dots, dashes and underscores"
             problems.append(
-                Problem("validation", entry, rule, "Write, for example, --validation books=books.txt")
+                Problem(
+                    "validation", readable(entry), rule, "Write, for example, --validation books=books.txt"
+                )
             )
         else:
             sets[name] = (*sets.get(name, ()), path)
@@ -123,19 +126,24 @@ def training_paths(options: Options) -> tuple[str, ...]:
 
 
 def _weighted(entry: str) -> tuple[str, Fraction] | None:
-    """PATH and WEIGHT of an entry that has both; a file whose name ends in =NUMBER is a path."""
+    """PATH and WEIGHT of an entry that has both. A file whose name ends in =NUMBER is a path, and so is an
+    address with a query."""
     path, equals, weight = entry.rpartition("=")
     if not equals or not path or not _NUMBER.fullmatch(weight) or exists(entry):
+        return None
+    if is_remote(entry) and "?" in path:
         return None
     return path, Fraction(weight)
 
 
 def _weighted_paths(entries: Sequence[str]) -> tuple[list[SourceSpec], list[Problem]]:
     pairs = {entry: _weighted(entry) for entry in entries}
-    sources = [SourceSpec(pair[0], (pair[0],), pair[1]) for pair in map(_weighted, entries) if pair]
+    sources = [SourceSpec(readable(pair[0]), (pair[0],), pair[1]) for pair in map(_weighted, entries) if pair]
     rule = "has no weight, and other paths have one"
     remedy = "Write PATH=WEIGHT for each path, or use --data_blend for sources of several paths"
-    problems = [Problem("data", entry, rule, remedy) for entry, pair in pairs.items() if pair is None]
+    problems = [
+        Problem("data", readable(entry), rule, remedy) for entry, pair in pairs.items() if pair is None
+    ]
     return sources, problems
 
 
@@ -161,7 +169,9 @@ def _read_blend(path: str) -> tuple[list[SourceSpec], list[Problem]]:
         if not wrong:
             paths = (entry["data"],) if isinstance(entry["data"], str) else tuple(entry["data"])
             sources.append(
-                SourceSpec(entry.get("name", ", ".join(paths)), paths, Fraction(str(entry["weight"])))
+                SourceSpec(
+                    entry.get("name", ", ".join(map(readable, paths))), paths, Fraction(str(entry["weight"]))
+                )
             )
     return sources, problems
 

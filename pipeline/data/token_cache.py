@@ -26,13 +26,14 @@ def cached_tokens(
     report: Callable[[str], None],
     time_limit: float = DEFAULT_WAIT,
     rules: Rules | None = None,
+    report_work: Callable[[str], None] | None = None,
 ) -> TokenFile:
     """The tokens of `corpus`: of its text, made under `folder` if not there yet, and of its token files.
 
     Every rank of a host calls it. One makes the tokens in a temporary folder, which gets its name only
     when it is complete and on the disk; the others wait, with messages to `report`, at most
     `time_limit` seconds. A process that is killed leaves no lock behind, and what it had made is
-    continued by the next.
+    continued by the next. What the one at work says goes to `report_work`, by default `report`.
 
     Raises:
         JobError: inputs that cannot be used, a damaged cache, or token files of another tokenizer.
@@ -49,7 +50,12 @@ def cached_tokens(
     if problems:
         raise JobError(problems)
     if corpus.files:
-        files.insert(0, _tokens_of_text(corpus, tokenizer, folder, report, time_limit, rules or Rules()))
+        files.insert(
+            0,
+            _tokens_of_text(
+                corpus, tokenizer, folder, report, report_work or report, time_limit, rules or Rules()
+            ),
+        )
         prefixes.insert(0, "the text")
     return join_token_files(prefixes, files)
 
@@ -59,6 +65,7 @@ def _tokens_of_text(
     tokenizer: Tokenizer,
     folder: Path,
     report: Callable[[str], None],
+    report_work: Callable[[str], None],
     time_limit: float,
     rules: Rules,
 ) -> TokenFile:
@@ -68,7 +75,7 @@ def _tokens_of_text(
     if not finished.is_dir():
         with file_lock(folder / f"{identity}.lock", time_limit, report):
             if not finished.is_dir():
-                _make(finished, corpus, tokenizer, rules, report)
+                _make(finished, corpus, tokenizer, rules, report_work)
     try:
         return open_token_file(str(finished / _NAME))
     except JobError as error:

@@ -45,10 +45,12 @@ class EvalData:
 
     Attributes:
         name: None for the held-out part of a single source, which has no name.
+        aside: Lines about what of a validation set is not used; a source says that of its held-out part, too.
     """
 
     name: str | None
     dataset: PackedDataset
+    aside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ class TrainingData:
             lines += _aside(opened)
         for held_out in self.evaluation:
             lines.append(f"{held_out.name or 'held out'}: {_size(held_out.dataset)}")
+            lines += held_out.aside
         if not self.evaluation:
             lines.append("held out: nothing")
         return (*lines, *self.order.changes)
@@ -133,6 +136,7 @@ def load_data(
     saved: dict[str, Any] | None = None,
     position: int = 0,
     time_limit: float = DEFAULT_WAIT,
+    report_work: Callable[[str], None] | None = None,
 ) -> TrainingData:
     """Tokenize what is new, split it by documents, and pack it. Every rank calls it and gets the same.
 
@@ -146,6 +150,7 @@ def load_data(
         saved: What `Continued.progress` gave the checkpoint that the run goes on from.
         position: Samples consumed by then.
         time_limit: Seconds to wait for the process that tokenizes.
+        report_work: Receives what the one process that tokenizes says, whichever it is; default: `report`.
 
     Raises:
         JobError: paths, texts or sizes that cannot be used, or data that the checkpoint was not trained on.
@@ -158,7 +163,7 @@ def load_data(
 
     def opened(spec: SourceSpec) -> OpenSource:
         corpus = find_corpus(spec.paths)
-        file = cached_tokens(corpus, tokenizer, cache_folder, report, time_limit, rules)
+        file = cached_tokens(corpus, tokenizer, cache_folder, report, time_limit, rules, report_work)
         return OpenSource(spec, corpus, file)
 
     training, named = [opened(spec) for spec in sources], [opened(spec) for spec in validation]
@@ -171,7 +176,7 @@ def load_data(
         for each, (_, held_out) in zip(training, parts, strict=True)
         if held_out
     ]
-    evaluation += [EvalData(each.spec.name, packer.whole(each)) for each in named]
+    evaluation += [EvalData(each.spec.name, packer.whole(each), tuple(_aside(each))) for each in named]
     progress = Progress.from_json(saved) if saved else None
     order = continue_blend([source for source, _ in parts], progress, position)
     return TrainingData(tokenizer, tuple(training), order, tuple(evaluation))

@@ -92,7 +92,8 @@ def vocabulary(f: Facts) -> Iterable[Problem]:
     needed, has = tokenizer.vocab_size, f.model.vocab_size
     if has < needed:
         rule = f"{f.model.name} has {has} token ids, and the {_called(tokenizer.name)} needs {needed}"
-        yield Problem("model", f.model.name, rule, f"Use a vocabulary of at least {needed}")
+        remedy = f"Give --model a config.json whose vocab_size is at least {needed}"
+        yield Problem("model", f.model.name, rule, remedy)
 
 
 def _called(tokenizer: str) -> str:

@@ -32,8 +32,9 @@ class Options:
     GPU."""
     data: tuple[str, ...] = ()
     """What to train on: text, .jsonl[.gz|.zst] and .parquet files, folders of them, saved datasets folders,
-    the PREFIX of Megatron token files, hub:NAME. PATH=WEIGHT for each: a blend of
-    sources with these shares of the samples. None: the source text of Python's standard library."""
+    the PREFIX of Megatron token files, hub:NAME; files, folders and PREFIX at s3://, gs:// and http(s)://
+    addresses, too. PATH=WEIGHT for each: a blend of sources with these shares of the samples. None: the
+    source text of Python's standard library."""
     data_blend: str | None = None
     """JSON of named sources and weights, instead of --data:
     {"sources": [{"name": "books", "data": "books.txt", "weight": 0.7}, ...]}."""
@@ -175,6 +176,9 @@ def from_run_file(path: Path, kind: type[O] = Options) -> O:  # type: ignore[ass
         saved = json.loads(path.read_text(encoding="utf-8"))["options"]
         if not isinstance(saved, dict):
             raise TypeError("its options are no object")
+    except FileNotFoundError as error:
+        rule = "there is no such file"
+        raise JobError([Problem("config", str(path), rule, f"Give the {RUN_FILE} of a run")]) from error
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         rule = f"cannot be read as a {RUN_FILE} ({type(error).__name__}: {error})"
         raise JobError([Problem("config", str(path), rule, f"Give the {RUN_FILE} of a run")]) from error

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -87,7 +88,7 @@ def run(job: Job, environment: RankEnvironment, record: Callable[[Ending], None]
             resume_step=state.step,
         )
         remote = _remote_cache(job, console)  # local copies are kept as long as it is open
-        data = _data(job, state, console, remote)
+        data = _data(job, state, rank, console, remote)
         start_distributed(job.world.device, environment.local_rank, GROUP_TIMEOUT)
         parallel = Parallel.create(job.mesh, GROUP_TIMEOUT)
         agree_on_start(parallel, data.fingerprint, state.step)
@@ -118,7 +119,7 @@ def _remote_cache(job: Job, console: Console) -> RemoteCache:
     return RemoteCache(Path(folder), int(job.options.cache_size * 1e9), console.message)
 
 
-def _data(job: Job, state: TrainState, console: Console, remote: RemoteCache) -> TrainingData:
+def _data(job: Job, state: TrainState, rank: int, console: Console, remote: RemoteCache) -> TrainingData:
     options = job.options
 
     def local(specs: Sequence[SourceSpec]) -> list[SourceSpec]:
@@ -142,6 +143,8 @@ def _data(job: Job, state: TrainState, console: Console, remote: RemoteCache) ->
         rules=Rules(options.text_field, options.on_bad_record),
         saved=state.data,
         position=state.consumed_samples,
+        # Any rank may be the one that tokenizes; only rank 0's console speaks otherwise.
+        report_work=console.message if rank == 0 else partial(print, flush=True),
     )
 
 
@@ -189,7 +192,8 @@ def _train(
         if status == "stopped":
             console.message(f"stopped after step {done} of {job.train_steps}; {_resume_hint(job)}")
             return Ending("stopped", done, stop.signal_name or "asked to stop on another rank")
-        if state.step >= job.train_steps:  # it had finished before, and no step evaluated it
+        if state.step >= job.train_steps:
+            console.message(f"the run had finished at step {done} before")
             for name, batches in eval_sets:
                 loss = evaluate(engine, parallel, batches)
                 console.message(evaluation_line(EvalMetrics(done, loss, name), job.train_steps))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import shutil
 import sys
 import threading
@@ -9,6 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from pipeline.cluster import install
 from pipeline.cluster.install import Setup, SetupError, explain_failure, phase_of
@@ -139,3 +142,43 @@ def test_a_failure_of_unknown_cause_shows_the_end_of_the_log(tmp_path: Path) -> 
     log.write_text("\n".join(f"line {number}" for number in range(20)))
     assert "line 19" in explain_failure(log)
     assert "line 10" not in explain_failure(log)
+
+
+def test_versions_that_do_not_fit_together_are_shown(tmp_path: Path) -> None:
+    log = tmp_path / "install.log"
+    log.write_text(
+        "Collecting two>=1\n"
+        "ERROR: Cannot install two because these package versions have conflicting dependencies.\n\n"
+        "The conflict is caused by:\n"
+        "    two 1.0 depends on one<3\n"
+        "    The user requested (constraint) one==4.0\n\n"
+        "To fix this you could try to:\n"
+        "1. loosen the range of package versions you've specified\n\n"
+        "ERROR: ResolutionImpossible: for help visit the documentation\n"
+    )
+    text = explain_failure(log)
+    assert "two 1.0 depends on one<3" in text
+    assert "The user requested (constraint) one==4.0" in text
+    assert "ERROR" not in text
+    assert "loosen" not in text
+
+
+def test_pinned_versions_fit_what_the_installed_packages_ask_for() -> None:
+    root = Path(__file__).resolve().parents[2]
+    pins: dict[str, str] = {}
+    for line in (root / "constraints.txt").read_text(encoding="utf-8").splitlines():
+        if line and not line.startswith("#"):
+            pin = Requirement(line)
+            if pin.marker is None or pin.marker.evaluate():
+                (version,) = pin.specifier
+                pins[canonicalize_name(pin.name)] = version.version
+    contradictions = []
+    for package in importlib.metadata.distributions():
+        if canonicalize_name(package.name) not in pins:
+            continue
+        for asked in map(Requirement, package.requires or []):
+            pinned = pins.get(canonicalize_name(asked.name))
+            applies = asked.marker is None or asked.marker.evaluate({"extra": ""})
+            if applies and pinned and not asked.specifier.contains(pinned, prereleases=True):
+                contradictions.append(f"{package.name} {package.version} needs {asked}; pinned: {pinned}")
+    assert contradictions == []

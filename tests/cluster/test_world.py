@@ -51,7 +51,8 @@ def test_a_single_core_has_one_rank(machine) -> None:
 def test_cpu_ranks_may_exceed_the_cores_when_asked_for(machine) -> None:
     machine(gpus=0, cores=2)
     assert local_world(num_gpus=16, environ={}).size == 16
-    assert problems_of(local_world, num_gpus=0, environ={})[0].key == "num_gpus"
+    (problem,) = problems_of(local_world, num_gpus=0, environ={})
+    assert problem.key == "num_gpus" and "CPU ranks" in problem.rule
 
 
 @pytest.mark.parametrize(
@@ -107,6 +108,18 @@ def test_visible_devices_that_cannot_be_are_problems(machine) -> None:
     machine(gpus=2)
     assert "offers 2 of these 3" in visible_gpus({"CUDA_VISIBLE_DEVICES": "0,1,9"})[1][0].rule
     assert "by number only" in visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-8f2c"})[1][0].rule
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["no GPUs", "hidden GPUs"])
+def test_numbers_that_the_deepspeed_launcher_gives_to_cpu_ranks(
+    machine, monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    machine(gpus=0)
+    monkeypatch.setattr(devices, "_machine_has_gpus", lambda environ: there)
+    launched = {"CUDA_VISIBLE_DEVICES": "0,1", "CROSS_RANK": "0"}
+    assert bool(visible_gpus(launched)[1]) == there
+    # Where nobody but the user can have set it, it asks for GPUs.
+    assert "offers 0 of these 2" in visible_gpus({"CUDA_VISIBLE_DEVICES": "0,1"})[1][0].rule
 
 
 def test_a_broken_driver_is_a_problem_and_not_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,6 +94,17 @@ def test_named_validation_sets_are_evaluated_whole(two: list[SourceSpec], tmp_pa
     assert labels == dataset.num_tokens - 1
 
 
+def test_what_a_validation_set_leaves_out_is_told(two: list[SourceSpec], tmp_path: Path) -> None:
+    folder = tmp_path / "held"
+    folder.mkdir()
+    (folder / "good.txt").write_text("some other text, long enough for a sample")
+    (folder / "bad.txt").write_bytes(b"\xff")
+    data = load(tmp_path, two, validation=[SourceSpec("v", (str(folder),))], eval_fraction=0.0)
+    lines = data.summary()
+    place = next(number for number, line in enumerate(lines) if line.startswith("v: 1 documents"))
+    assert "skipped 1 documents" in lines[place + 1] and "bad.txt" in lines[place + 1]
+
+
 def test_a_validation_set_that_is_trained_on_is_refused(two: list[SourceSpec], tmp_path: Path) -> None:
     with pytest.raises(JobError, match="validation = 'v': holds the same tokens as the training source b"):
         load(tmp_path, two, validation=[SourceSpec("v", two[1].paths)])

@@ -202,4 +202,5 @@ def test_the_check_refuses_what_the_run_would(bpe: Path, capsys: pytest.CaptureF
     assert check(["--world_size", "1", "--tokenizer", str(bpe), "--model", "tiny"]) == 2
     said = " ".join(capsys.readouterr().out.split())
     assert "tiny has 257 token ids, and the tokenizer" in said
+    assert "config.json whose vocab_size is at least" in said
     assert "needs 300" in said

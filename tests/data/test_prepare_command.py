@@ -118,6 +118,15 @@ def test_wrong_commands_are_refused_with_all_problems(
     assert not list(tmp_path.glob("x*"))
 
 
+def test_a_place_that_cannot_be_written_is_named(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "taken").write_text("a file")
+    assert main([str(texts), "--output", str(tmp_path / "taken" / "tokens")]) == 1
+    error = capsys.readouterr().err
+    assert f"error: {tmp_path / 'taken'}: " in error and "Traceback" not in error
+
+
 def test_the_progress_line_has_speeds_and_the_time_left() -> None:
     text = progress_text(Progress(0.25, 1234.4, 56_789.1, 3725, Counts(documents=1000, tokens=2_000_000)))
     assert text == " 25.0%  1,000 documents (1,234/s)  2,000,000 tokens (56,789/s)  1:02:05 left"

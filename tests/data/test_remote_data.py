@@ -22,7 +22,9 @@ from pipeline.data import remote_cache
 from pipeline.data.corpus import data_problems, find_corpus
 from pipeline.data.remote import RemoteStore, is_remote, remote_problem
 from pipeline.data.remote_cache import RemoteCache
+from pipeline.data.sources import source_problems, training_sources
 from pipeline.data.token_file import open_token_file
+from pipeline.job.options import Options
 from pipeline.job.problems import JobError
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -180,6 +182,27 @@ def test_wrong_addresses_are_told_without_a_connection(url: str, rule: str):
     (problem,) = data_problems([url])
     assert rule in problem.rule
     assert SECRET not in str(problem)
+
+
+def test_no_message_shows_a_query(tmp_path: Path):
+    secret = f"https://host/a.txt?sig={SECRET}"
+    blend = tmp_path / "blend.json"
+    blend.write_text(json.dumps({"sources": [{"data": secret, "weight": 0.5}]}), encoding="utf-8")
+    for options in (
+        Options(data=(secret, "b=0.5")),
+        Options(validation=(secret,)),
+        Options(data_blend=str(blend)),
+    ):
+        problems = list(source_problems(options))
+        assert problems and not any("sig=" in str(problem) for problem in problems)
+
+
+def test_queries_are_no_weights_and_addresses_may_have_them():
+    assert training_sources(Options(data=("https://host/a.txt?part=2",)))[0].paths == (
+        "https://host/a.txt?part=2",
+    )
+    first, second = training_sources(Options(data=("https://host/a.txt=0.5", "s3://b/k.txt=0.5")))
+    assert (first.paths, second.paths) == (("https://host/a.txt",), ("s3://b/k.txt",))
 
 
 def test_right_addresses_pass_without_a_connection():

@@ -216,7 +216,7 @@ def test_resume_with_other_data_is_refused(shop: Workshop):
     result = run_job([*arguments, "--train_steps", "3"], 2)
     assert result.exit_codes == (2, 2)
     said = flat(result.stderr[0])
-    assert "resume = " in said and "was trained on other tokens" in said and "Restore the data" in said
+    assert "data = " in said and "holds other tokens" in said and "Restore the data" in said
     assert [line["step"] for line in shop.steps("run")] == [1]
     assert shop.outcome("run")["status"] == "wrong_job"
 

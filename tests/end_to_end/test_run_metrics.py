@@ -107,7 +107,9 @@ def test_a_layout_reports_what_one_rank_does(name: str, alone: Report, tmp_path:
     _monitors_agree(report)
     assert report.sample == alone.sample
     assert report.sample.startswith("a layer ")
-    assert set(report.stdout[1:]) <= {""}  # ranks but the first are quiet
+    # Ranks but the first are quiet, except for the one that happens to tokenize.
+    others = [line for text in report.stdout[1:] for line in text.splitlines()]
+    assert [line for line in others if not line.startswith(("tokenizing ", "tokenized "))] == []
 
 
 def test_the_monitor_has_the_numbers_of_the_file(alone: Report):

@@ -217,7 +217,9 @@ def test_logits_do_not_depend_on_neighbours(case: Case, tmp_path: Path):
         for logits in rank:
             assert (logits - alone).norm() <= TOLERANCE["fp32"].other * alone.norm()
         if case.world_size == 1:
-            assert all(torch.equal(logits, alone) for logits in rank)
+            # Among each other: a matrix product of other sizes (the document alone has fewer rows) may round
+            # differently, as may another number of threads.
+            assert all(torch.equal(logits, rank[0]) for logits in rank)
 
 
 def first_micro_batch_only(calls: Calls) -> None:

@@ -16,7 +16,7 @@ from pipeline.data.batch import MicroBatch, StepBatch
 from pipeline.job.job import Job
 from pipeline.parallel.context import Parallel
 from pipeline.training.engine import StepResult
-from pipeline.training.loop import MAX_SKIPPED_IN_A_ROW, Loop, TrainingDiverged
+from pipeline.training.loop import MAX_SKIPPED_IN_A_ROW, EvalSet, Loop, TrainingDiverged
 from pipeline.training.metrics import EvalMetrics, Speedometer, StepMetrics
 from tests.job.drafts import draft, world
 
@@ -92,7 +92,7 @@ def loop(job: Job, recorder: Recorder, state: TrainState | None = None, **change
         "parallel": Parallel.single(),
         "engine": recorder,
         "loader": Batches(state.consumed_samples),
-        "eval_set": (MICRO, MICRO),
+        "eval_sets": (EvalSet(None, (MICRO, MICRO)),),
         "sinks": (recorder,),
         "speedometer": Speedometer(BATCH * SEQUENCE, 100.0, 1),
         "save": recorder.save,
@@ -124,7 +124,7 @@ def test_intervals_of_0_mean_the_end_only(job: Job):
 
 def test_without_an_evaluation_set_nothing_is_evaluated(job: Job):
     recorder = Recorder()
-    loop(job, recorder, eval_set=()).run()
+    loop(job, recorder, eval_sets=()).run()
     assert not any("eval" in event for event in recorder.events)
 
 
@@ -140,11 +140,11 @@ def test_the_engine_is_told_unmasked_tokens_and_metrics_count_inputs(job: Job):
 
 def test_goes_on_from_a_state(job: Job):
     recorder = Recorder()
-    state = TrainState(3, 3 * BATCH, 3 * BATCH * SEQUENCE, "abc")
+    state = TrainState(3, 3 * BATCH, 3 * BATCH * SEQUENCE, {"start": 0})
     made = loop(job, recorder, state)
     assert made.run() == "finished"
     assert recorder.events == ["step 4", "eval 4: 6.0", "step 5", "eval 5: 6.0", "save 5"]
-    assert made.state == TrainState(5, 5 * BATCH, 5 * BATCH * SEQUENCE, "abc")
+    assert made.state == TrainState(5, 5 * BATCH, 5 * BATCH * SEQUENCE, {"start": 0})
 
 
 def test_a_finished_run_does_nothing(job: Job):

@@ -1,0 +1,68 @@
+"""An output folder belongs to one job at a time, for as long as its first rank lives."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.cluster import launch
+from pipeline.cluster.running import only_job, running_problems
+from pipeline.job.problems import EXIT_WRONG_JOB, JobError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_second_job_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "one"
+    assert running_problems(folder) == []
+    assert not folder.exists()
+    with only_job(folder):
+        assert "another job is running" in running_problems(folder)[0].rule
+        with pytest.raises(JobError, match="another job is running"), only_job(folder):
+            pass
+    assert running_problems(folder) == []
+    with only_job(folder):
+        pass
+
+
+def test_a_job_that_is_killed_leaves_the_folder_free(tmp_path: Path) -> None:
+    program = (
+        "import sys, time; from pipeline.cluster.running import only_job\n"
+        "with only_job(sys.argv[1]): print('here', flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        assert running_problems(tmp_path)
+        holder.kill()
+    assert running_problems(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_made_is_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(JobError, match="cannot be written"), only_job(tmp_path / "file" / "folder"):
+        pass
+
+
+def test_a_start_in_the_folder_of_a_running_job_starts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch, "run_launch", lambda *arguments: pytest.fail("ranks were started"))
+    with only_job(tmp_path):
+        assert launch.main(["--output_dir", str(tmp_path), "--train_steps", "2"]) == EXIT_WRONG_JOB
+    assert "another job is running in this folder" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_rank_that_comes_too_late_for_the_check_is_refused_and_says_why(tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "pipeline" / "pretrain.py", "--output_dir", tmp_path]
+    environment = os.environ | {"DS_ACCELERATOR": "cpu"}
+    with only_job(tmp_path):
+        late = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert late.returncode == EXIT_WRONG_JOB, late.stderr
+    assert "another job is running in this folder" in " ".join(late.stderr.split())
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
