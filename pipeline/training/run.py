@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -280,11 +281,14 @@ def parallelism(job: Job) -> list[str]:
 
 
 def _resume_hint(job: Job) -> str:
-    return f"to resume: ./launch.sh --config {job.output_dir}/run.json --output_dir {job.output_dir}"
+    return f"to resume: {_again(job)}"
 
 
 def _go_on_hint(job: Job, done: int) -> str:
-    return (
-        f"to train on: ./launch.sh --config {job.output_dir}/run.json --output_dir {job.output_dir} "
-        f"--train_steps {2 * done}"
-    )
+    return f"to train on: {_again(job)} --train_steps {2 * done}"
+
+
+def _again(job: Job) -> str:
+    """The command that starts this run again, as a shell reads it."""
+    folder = job.output_dir
+    return shlex.join(["./launch.sh", "--config", f"{folder}/run.json", "--output_dir", folder])
