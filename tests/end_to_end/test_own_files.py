@@ -1,4 +1,5 @@
-"""A newcomer's way: files of three kinds, a BPE trained on them, a run on their blend, stopped, resumed."""
+"""A newcomer's way: files of three kinds, a BPE trained on them, a run on their blend, stopped, and resumed
+in another layout."""
 
 from __future__ import annotations
 
@@ -67,7 +68,9 @@ def test_three_files_one_tokenizer_one_blend(shop: Workshop) -> None:
     # The token files bring their tokenizer: it need not be named.
     stopped = run_faulty_job(arguments(shop, "parts", two), 2, signal_after_step, 3, 0, signal.SIGTERM)
     assert stopped.exit_codes == (3, 3), stopped.stderr[0]
-    run_job(arguments(shop, "parts", two), 2).check()
+    other = shop.config("other", zero_optimization={"stage": 0}, pipeline={"stages": 2})
+    resumed = run_job(arguments(shop, "parts", other), 4).check()
+    assert "layout changed: pipeline 1 -> 2" in resumed.stdout[0]
     assert samples(shop, "parts") == samples(shop, "whole")
     for line, other in zip(shop.steps("parts"), shop.steps("whole"), strict=True):
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-5)
