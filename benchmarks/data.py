@@ -23,6 +23,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+if __name__ == "__main__":
+    # A script's own folder comes first on sys.path; the project is one above.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 import psutil
 
 from benchmarks.report import Report, paired_ratio, spread

@@ -14,6 +14,7 @@ index      the index of an epoch of N documents (default 10^8), all of them, and
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +22,10 @@ from fractions import Fraction
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+if __name__ == "__main__":
+    # A script's own folder comes first on sys.path; the project is one above.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import numpy as np
 
