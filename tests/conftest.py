@@ -8,6 +8,10 @@ from collections.abc import Iterator
 import pytest
 
 from tests import harness
+from tests.hosts.fixtures import hosts, make_hosts
+
+# Fixtures for all tests.
+__all__ = ["hosts", "make_hosts"]
 
 LONGEST_CALLS_SHOWN = 5
 
