@@ -70,7 +70,9 @@ def convert_checkpoint(engine: TrainEngine, checkpoint: Checkpoint, stored: Stor
     deepspeed.global_samples = checkpoint.state.step * deepspeed.train_batch_size()
     deepspeed.skipped_steps = stored.skipped_steps
     if checkpoint.layout["compute"] == engine.job.precision.compute == "fp16":
-        deepspeed.optimizer.loss_scaler = stored.loss_scaler()
+        scaler = stored.loss_scaler()
+        if scaler is not None:
+            deepspeed.optimizer.loss_scaler = scaler
 
 
 def _fill(engine: TrainEngine, shard: Shard, stored: StoredState, names: dict[Any, str]) -> None:

@@ -38,13 +38,16 @@ class Slice(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Elements from `start` on of a flattened part of a parameter, at `offset` in the tensors of a shard."""
+    """Elements from `start` on of a flattened part of a parameter, at `offset` in the tensors of a shard.
+
+    Its optimizer state is a dict at one place, or has a place for each of its values.
+    """
 
     start: int
     numel: int
     offset: int
     weights_at: Place
-    state_at: Place
+    state_at: Place | dict[str, Place]
 
 
 def describe_shards(engine: TrainEngine) -> dict[str, Any]:
@@ -78,6 +81,7 @@ class StoredState:
         self.path = path
         content = json.loads((path / SHARDS).read_text(encoding="utf-8"))
         self.skipped_steps: int = content["skipped_steps"]
+        self._index = content
         self.ranks: list[dict[str, Any]] = content["ranks"]
         self.cuts: dict[str, Cut] = {}
         for rank in self.ranks:
@@ -96,9 +100,13 @@ class StoredState:
         return {key: value for key, value in scalars.items() if value is not None}
 
     def loss_scaler(self) -> Any:
-        """DeepSpeed's loss scaler, which is the same on all ranks of an fp16 job."""
-        place = Place(*next(shard for rank in self.ranks for shard in rank["shards"])["weights_at"])
-        return self._value(Place(place.file, (OPTIMIZER_STATE_DICT, LOSS_SCALER)))
+        """DeepSpeed's loss scaler, which is the same on all ranks of an fp16 job. None in a converted
+        checkpoint of another format."""
+        if "loss_scaler_at" in self._index:
+            at = self._index["loss_scaler_at"]
+            return None if at is None else self._value(_place(at))
+        file, _ = next(shard for rank in self.ranks for shard in rank["shards"])["weights_at"]
+        return self._value(Place(file, (OPTIMIZER_STATE_DICT, LOSS_SCALER)))
 
     def read(self, name: str, key: str, wanted: Slice) -> Tensor:
         """Values of a parameter, [numel] fp32: its weights for the key `MASTER`, else optimizer state.
@@ -122,10 +130,10 @@ class StoredState:
         return part[wanted.start : wanted.start + wanted.numel]
 
     def _whole(self, parts: Sequence[Sequence[Piece]], key: str, shape: Sequence[int], dim: int) -> Tensor:
-        cut = list(shape)
-        cut[dim] //= len(parts)
-        length = torch.Size(cut).numel()
-        return torch.cat([self._range(part, key, 0, length).view(cut) for part in parts], dim)
+        whole = torch.empty(shape, dtype=torch.float32)
+        for part, target in zip(parts, whole.chunk(len(parts), dim), strict=True):
+            target.copy_(self._range(part, key, 0, target.numel()).view(target.shape))
+        return whole
 
     def _range(self, pieces: Sequence[Piece], key: str, start: int, numel: int) -> Tensor:
         """Elements ``start .. start + numel - 1`` of what the pieces, in order, make up."""
@@ -145,11 +153,15 @@ class StoredState:
         """The flat tensor that a piece lies in."""
         if key == MASTER:
             return self._value(piece.weights_at).detach().flatten()
-        return self._value(piece.state_at)[key].flatten()
+        place = piece.state_at
+        value = self._value(place[key]) if isinstance(place, dict) else self._value(place)[key]
+        return value.flatten()
 
     def _state(self, name: str) -> Mapping[str, Any]:
         """The state of the shard that a parameter begins in; empty where its optimizer has none."""
         place = self._parts[name][0][0].state_at
+        if isinstance(place, dict):
+            return {key: self._value(at) for key, at in place.items()}
         states = self._value(place._replace(keys=place.keys[:-1]))
         return states.get(place.keys[-1], {})
 
@@ -178,16 +190,21 @@ class StoredState:
         for name, cut in self.cuts.items():
             holders = sorted(found[name])
             used = [at for at in holders if at[0] == holders[0][0]][: None if cut.dim is not None else 1]
-            pieces[name] = (cut, [sorted(found[name][at]) for at in used])
+            pieces[name] = (cut, [sorted(found[name][at], key=lambda piece: piece.start) for at in used])
         return pieces
 
 
 def _fragments(rank: Mapping[str, Any]) -> Iterator[tuple[str, Piece]]:
     for shard in rank["shards"]:
-        places = (Place(file, tuple(keys)) for file, keys in (shard["weights_at"], shard["state_at"]))
-        weights, state = places
+        weights, state = _place(shard["weights_at"]), shard["state_at"]
+        state = {k: _place(at) for k, at in state.items()} if isinstance(state, dict) else _place(state)
         for name, start, numel, offset in shard["fragments"]:
             yield name, Piece(start, numel, offset, weights, state)
+
+
+def _place(entry: Sequence[Any]) -> Place:
+    file, keys = entry
+    return Place(file, tuple(keys))
 
 
 def _checked(name: str, cut: Cut, parts: list[list[Piece]]) -> list[list[Piece]]:

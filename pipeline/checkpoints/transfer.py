@@ -66,10 +66,11 @@ def load_checkpoint(engine: TrainEngine, checkpoint: Checkpoint) -> TrainState:
     Raises:
         RuntimeError: DeepSpeed loaded nothing, or another step than the manifest names.
     """
-    if _fits(engine, checkpoint):
+    stored = StoredState(checkpoint.path) if checkpoint.has_shard_index else None
+    if stored is None or _fits(engine, checkpoint, stored):
         _load_own_shards(engine, checkpoint)
     else:
-        convert_checkpoint(engine, checkpoint, StoredState(checkpoint.path))
+        convert_checkpoint(engine, checkpoint, stored)
     state = checkpoint.state
     engine.step = state.step
     if hasattr(engine.deepspeed.optimizer, "clip_grad"):
@@ -82,14 +83,11 @@ def load_checkpoint(engine: TrainEngine, checkpoint: Checkpoint) -> TrainState:
     return state
 
 
-def _fits(engine: TrainEngine, checkpoint: Checkpoint) -> bool:
+def _fits(engine: TrainEngine, checkpoint: Checkpoint, stored: StoredState) -> bool:
     """Whether DeepSpeed can load its files as they are: what lies where in them is decided by more than the
     layout (offload, the order of gradients, the size of groups)."""
-    if checkpoint.layout != layout_of(engine.job):
-        return False
-    if not checkpoint.has_shard_index:
-        return True
-    return reads_own_shards(engine) and same_shards(engine, StoredState(checkpoint.path))
+    same = checkpoint.layout == layout_of(engine.job)
+    return same and reads_own_shards(engine) and same_shards(engine, stored)
 
 
 def _load_own_shards(engine: TrainEngine, checkpoint: Checkpoint) -> None:

@@ -1,0 +1,256 @@
+"""A checkpoint written anew without its layout, parameter by parameter, by one process.
+
+    out.partial/task.json        what is made from what; another task's work is thrown away
+                written/<name>   which files of a parameter are on the disk; it is not written a second time
+                checkpoint/      takes the name `out` when its manifest is on the disk
+                lock             one process at a time
+
+A crash at any moment leaves either no `out` or a complete one, and the next call goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.checkpoints.folder import (
+    MANIFEST,
+    PARTIAL,
+    Checkpoint,
+    layout_of,
+    read_checkpoint,
+)
+from pipeline.checkpoints.stored import StoredState
+from pipeline.checkpoints.universal import (
+    FILE_OVERHEAD,
+    Source,
+    Written,
+    origin_of,
+    write_common,
+    write_parameter,
+)
+from pipeline.data.locking import file_lock
+from pipeline.job.job import Job
+from pipeline.job.problems import JobError, Problem
+from pipeline.model.outline import parameter_cuts
+from pipeline.training.atomic_file import replaced_atomically, sync_files, sync_folder
+
+TOKENIZER = "tokenizer"
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """The folder in which a conversion to `folder` is made."""
+
+    folder: Path
+
+    @property
+    def path(self) -> Path:
+        return self.folder.with_name(f"{self.folder.name}{PARTIAL}")
+
+    @property
+    def content(self) -> Path:
+        """The checkpoint."""
+        return self.path / "checkpoint"
+
+    def prepare(self, task: dict[str, Any]) -> None:
+        """Keep what an earlier call left of the same task; throw away anything else."""
+        if self._task() == task:
+            for unfinished in self.content.rglob("*.tmp*"):
+                unfinished.unlink()
+            return
+        (self.path / "task.json").unlink(missing_ok=True)  # first: a crash from here on leaves no task
+        for name in ("checkpoint", "written"):
+            shutil.rmtree(self.path / name, ignore_errors=True)
+            (self.path / name).mkdir()
+        with replaced_atomically(self.path / "task.json") as file:
+            file.write(json.dumps(task).encode())
+
+    def _task(self) -> Any:
+        path = self.path / "task.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+    def written(self, name: str) -> list[Written] | None:
+        """The files of a parameter, if all of them are on the disk."""
+        path = self.path / "written" / name
+        if not path.exists():
+            return None
+        files = [Written(*entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
+        return files if all((self.content / f.name).stat().st_size == f.bytes for f in files) else None
+
+    def note(self, name: str, files: list[Written]) -> None:
+        """All files of a parameter are on the disk."""
+        with replaced_atomically(self.path / "written" / name) as file:
+            file.write(json.dumps(files).encode())
+
+    def publish(self) -> None:
+        """Give the complete checkpoint its name."""
+        self.content.rename(self.folder)
+        sync_folder(self.folder.parent)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a conversion is.
+
+    Attributes:
+        parameters: Written so far, those of earlier calls included.
+        bytes: Of these parameters' files.
+    """
+
+    parameters: int
+    all_parameters: int
+    bytes: int
+    all_bytes: int
+
+
+def task_of(checkpoint: Checkpoint, job: Job) -> dict[str, Any]:
+    """Names a conversion: which checkpoint, for which layout."""
+    digest = hashlib.sha256((checkpoint.path / MANIFEST).read_bytes()).hexdigest()
+    return {"checkpoint": str(checkpoint.path.resolve()), "manifest": digest, "layout": layout_of(job)}
+
+
+def convert(
+    checkpoint: Checkpoint,
+    job: Job,
+    folder: Path,
+    workers: int,
+    report: Callable[[Progress], None] = lambda _: None,
+) -> bool:
+    """Write `checkpoint` anew as the checkpoint `folder`, for the layout of `job`.
+
+    Each of `workers` threads holds one tensor of one parameter at a time: reading, writing and digesting are
+    done by code that leaves Python's lock.
+
+    Returns:
+        False if an earlier call had done it.
+
+    Raises:
+        JobError: `folder` holds something else, parameters are not the model's, the disk has no space, or
+            another process is at it.
+        OSError: a file could not be read or written; what is on the disk is used by the next call.
+    """
+    place, task = Workplace(folder), task_of(checkpoint, job)
+    place.path.mkdir(parents=True, exist_ok=True)
+    try:
+        with file_lock(place.path / "lock", 0.0, lambda _: None):
+            finished = _finished(folder, task)
+            if not finished:
+                place.prepare(task)
+                _write(checkpoint, job, place, workers, report)
+            shutil.rmtree(place.path)
+    except TimeoutError as error:
+        remedy = "Wait for it, or name another folder"
+        problem = Problem("FOLDER", str(folder), "another process is converting into it", remedy)
+        raise JobError([problem]) from error
+    return not finished
+
+
+def _finished(folder: Path, task: dict[str, Any]) -> bool:
+    """Whether `folder` is what is to be made; False where nothing is there.
+
+    Raises:
+        JobError: something else is.
+    """
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return False
+    try:
+        if origin_of(read_checkpoint(folder).path) == task:
+            return True
+    except (JobError, OSError):
+        pass  # no checkpoint
+    rule = "there is something else already"
+    raise JobError([Problem("FOLDER", str(folder), rule, "Name a folder that does not exist")])
+
+
+def _write(
+    checkpoint: Checkpoint, job: Job, place: Workplace, workers: int, report: Callable[[Progress], None]
+) -> None:
+    source = open_source(checkpoint, job)
+    done = {name: files for name in source.cuts if (files := place.written(name)) is not None}
+    # The largest first, so that none of them is left for the end.
+    left = sorted((name for name in source.cuts if name not in done), key=source.numel, reverse=True)
+    _check_space(source, left, place)
+    done |= dict(_write_parameters(source, left, place, workers, _reporter(source, done, report)))
+    files = [file for name in source.cuts for file in done[name]]
+    files += write_common(source, job, checkpoint.state, task_of(checkpoint, job), place.content)
+    if (tokenizer := checkpoint.path / TOKENIZER).exists():
+        shutil.copytree(tokenizer, place.content / TOKENIZER, dirs_exist_ok=True)
+    sync_files(place.content)
+    _write_manifest(checkpoint, job, place.content)
+    place.publish()
+
+
+def _write_manifest(checkpoint: Checkpoint, job: Job, path: Path) -> None:
+    """The checkpoint's own manifest, of other files and for another layout."""
+    content = json.loads((checkpoint.path / MANIFEST).read_text(encoding="utf-8"))
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    content["files"] = {str(file.relative_to(path)): file.stat().st_size for file in files}
+    content["layout"] = layout_of(job)
+    with replaced_atomically(path / MANIFEST) as file:
+        file.write((json.dumps(content, indent=2) + "\n").encode())
+
+
+def open_source(checkpoint: Checkpoint, job: Job) -> Source:
+    """What a checkpoint holds, which must be each parameter of the job's model, once and in its shape.
+
+    Raises:
+        JobError: it holds others.
+    """
+    stored = StoredState(checkpoint.path)
+    cuts = parameter_cuts(job.model)
+    there = {name: cut.full_shape for name, cut in stored.cuts.items()}
+    here = {name: cut.full_shape for name, cut in cuts.items()}
+    if there != here:
+        names = sorted(name for name in there | here if there.get(name) != here.get(name))
+        rule = f"its parameters are not those of the model {job.model.name}: {', '.join(names)}"
+        raise JobError([Problem("CHECKPOINT", str(checkpoint.path), rule, "Give the --model of its run")])
+    scaler = stored.loss_scaler() if checkpoint.layout["compute"] == "fp16" else None
+    return Source(stored, cuts, scaler)
+
+
+def _check_space(source: Source, left: list[str], place: Workplace) -> None:
+    needed = sum(source.bytes_of(name) for name in left) + len(left) * FILE_OVERHEAD
+    free = shutil.disk_usage(place.path).free
+    if needed > free:
+        rule = f"{needed / 1e9:.3f} GB are to be written, and {free / 1e9:.3f} GB are free there"
+        raise JobError([Problem("FOLDER", str(place.folder), rule, "Make room, or name a folder elsewhere")])
+
+
+def _write_parameters(
+    source: Source, names: list[str], place: Workplace, workers: int, written: Callable[[str], None]
+) -> Iterator[tuple[str, list[Written]]]:
+    def write(name: str) -> tuple[str, list[Written]]:
+        files = write_parameter(source, name, place.content)
+        place.note(name, files)
+        return name, files
+
+    with ThreadPoolExecutor(workers) as pool:
+        futures = [pool.submit(write, name) for name in names]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+                written(future.result()[0])
+        finally:  # after an error nothing new is begun
+            pool.shutdown(cancel_futures=True)
+
+
+def _reporter(
+    source: Source, done: dict[str, list[Written]], report: Callable[[Progress], None]
+) -> Callable[[str], None]:
+    """A function to call with the name of each parameter that has been written."""
+    everything = {name: source.bytes_of(name) for name in source.cuts}
+    names = list(done)
+
+    def written(name: str) -> None:
+        names.append(name)
+        so_far = sum(everything[each] for each in names)
+        report(Progress(len(names), len(everything), so_far, sum(everything.values())))
+
+    return written

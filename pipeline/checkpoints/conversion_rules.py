@@ -1,0 +1,117 @@
+"""Which checkpoint is converted to which layout, and every reason why it cannot be. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from pipeline.checkpoints.folder import (
+    MANIFEST,
+    SHARDS,
+    Checkpoint,
+    find_checkpoint,
+    layout_of,
+    read_checkpoint,
+)
+from pipeline.job.job import Job
+from pipeline.job.options import RUN_FILE, CheckOptions
+from pipeline.job.problems import JobError, Problem
+from pipeline.job.run_file import CHECKPOINTS, identity
+
+TOKENIZER = "tokenizer"
+
+
+@dataclass(frozen=True)
+class ReshardOptions(CheckOptions):
+    """Convert a checkpoint to another layout offline, on one machine. Takes the options of the launcher and
+    those of pretrain.py: they describe the job that is to go on. Without --config, what is not given is as in
+    the run.json of the checkpoint's run."""
+
+    checkpoint: Annotated[str, tyro.conf.Positional] = ""
+    """A checkpoint, or the folder of a run: its newest one."""
+    folder: Annotated[str, tyro.conf.Positional] = ""
+    """The folder to make. It is a checkpoint of its own, for --resume FOLDER."""
+    workers: int = 4
+    """Parameters that are converted at the same time; each takes the memory of one of its tensors in fp32."""
+
+
+def find_source(given: str) -> Checkpoint:
+    """The checkpoint that a path means: itself, or the newest of a run.
+
+    Raises:
+        JobError: there is none, or it is not complete.
+    """
+    path = Path(given)
+    try:
+        if (path / MANIFEST).exists():
+            return read_checkpoint(path)
+        found = find_checkpoint(given, "auto")
+    except JobError as error:
+        remedy = "Name another checkpoint"
+        raise JobError([replace(p, key="CHECKPOINT", remedy=remedy) for p in error.problems]) from error
+    if found is None:
+        rule = "is neither a checkpoint nor the folder of a run that has one"
+        raise JobError([Problem("CHECKPOINT", given, rule, "Give one of the two")])
+    return found
+
+
+def run_file_of(checkpoint: Checkpoint) -> Path | None:
+    """The run.json of the run that a checkpoint lies in; None where it lies alone."""
+    path = checkpoint.folder.parent / RUN_FILE
+    return path if checkpoint.folder.name == CHECKPOINTS and path.exists() else None
+
+
+def options_for(options: ReshardOptions, checkpoint: Checkpoint) -> ReshardOptions:
+    """The options of the job that is to go on, without what a conversion does not touch: data and length."""
+    tokenizer, steps = checkpoint.path / TOKENIZER, options.train_steps
+    if steps is None and options.train_tokens is None:
+        steps = max(checkpoint.state.step, 1)
+    return replace(
+        options,
+        data=(),
+        data_blend=None,
+        validation=(),
+        eval_samples=0,
+        tokenizer=str(tokenizer) if tokenizer.exists() else options.tokenizer,
+        seq_length=options.seq_length or checkpoint.identity.get("seq_length"),
+        train_steps=steps,
+        output_dir=options.folder,
+        resume="auto",
+    )
+
+
+def conversion_problems(checkpoint: Checkpoint, job: Job) -> list[Problem]:
+    """Why this checkpoint cannot be converted to the layout of this job."""
+    path = str(checkpoint.path)
+    there, here = checkpoint.layout, layout_of(job)
+    problems = []
+    if not checkpoint.has_shard_index:
+        rule = f"has no {SHARDS}, without which only its own layout can read it"
+        remedy = "Resume it in its own layout: the next checkpoint will have one"
+        problems.append(Problem("CHECKPOINT", path, rule, remedy))
+    if there["nvme"]:
+        rule = "has state on NVMe drives, which is not converted"
+        problems.append(Problem("CHECKPOINT", path, rule, "Resume it in its own layout"))
+    if here["nvme"]:
+        rule = "state on NVMe drives is read by the layout only that wrote it"
+        problems.append(Problem("offload_optimizer.device", "nvme", rule, "Offload to cpu, or not at all"))
+    if there["optimizer"] != here["optimizer"]:
+        rule = f"the checkpoint's is {there['optimizer']}, and one optimizer's state is nothing to another"
+        problems.append(Problem("optimizer.type", here["optimizer"], rule, "Keep the optimizer"))
+    if differing := _model_differences(checkpoint.identity, job):
+        rule = f"is not the checkpoint's: {differing}"
+        problems.append(Problem("model", job.options.model, rule, "Give the options of the checkpoint's run"))
+    return problems
+
+
+def _model_differences(saved: dict[str, Any], job: Job) -> str:
+    here = identity(job.options, job.model, job.batch.sequence_length)
+    names = [name for name in here if name.startswith("model.") or name == "seq_length"]
+    return "; ".join(
+        f"{name} {saved.get(name)} there, {here[name]} here"
+        for name in names
+        if saved.get(name) != here[name]
+    )

@@ -1,0 +1,219 @@
+"""A checkpoint that no layout has cut: DeepSpeed's universal format, with an index that this project reads.
+
+    zero/<parameter>/fp32.pt            {"param": the whole, "cat_dim": the dimension that tensor ranks cut}
+    zero/<parameter>/exp_avg.pt, ...    the optimizer's tensors, in the same way
+    zero/<parameter>/step.pt            what else the optimizer keeps for it, as it is
+    zero/optimizer_state.pt             settings of the optimizer's groups; the loss scale of an fp16 run
+    *mp_rank_00_model_states.pt         counters that DeepSpeed looks for; no weights
+    shards.json                         where each parameter lies, as in every checkpoint
+
+Each rank of any layout reads from it the part of each parameter that it holds. DeepSpeed's own loading
+(``"checkpoint": {"load_universal": true}``) reads it at ZeRO 1 and 2 and, with whole weights, at ZeRO 3.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import torch
+import xxhash
+from deepspeed.checkpoint.constants import (
+    CAT_DIM,
+    CLIP_GRAD,
+    DS_VERSION,
+    LOSS_SCALER,
+    OPTIMIZER_STATE_DICT,
+    PARAM,
+    PARAM_GROUPS,
+    UNIVERSAL_CHECKPOINT_INFO,
+    UNIVERSAL_CHECKPOINT_VERSION_KEY,
+    UNIVERSAL_CHECKPOINT_VERSION_VALUE,
+)
+from deepspeed.git_version_info import version as deepspeed_version
+
+from pipeline.checkpoints.folder import SHARDS, TrainState
+from pipeline.checkpoints.shards import Place
+from pipeline.checkpoints.stored import MASTER, Slice, StoredState
+from pipeline.job.job import Job
+from pipeline.model.outline import outline
+from pipeline.parallel.parameters import Cut
+from pipeline.training.atomic_file import replaced_atomically
+from pipeline.training.optimizer import build_optimizer
+
+ZERO = "zero"
+FP32 = "fp32"
+OPTIMIZER_FILE = f"{ZERO}/optimizer_state.pt"
+# ZeRO 3 looks for the second name.
+MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
+FLOAT32 = 4  # bytes
+# What torch.save and the file system add to the tensor of one file, about.
+FILE_OVERHEAD = 8192
+
+
+class Written(NamedTuple):
+    """A file that is on the disk, by its name inside the checkpoint."""
+
+    name: str
+    bytes: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is written anew, and the one rule for each of its parameters.
+
+    Attributes:
+        cuts: By name, of the whole model.
+        loss_scaler: DeepSpeed's, where weights are in fp16.
+    """
+
+    stored: StoredState
+    cuts: dict[str, Cut]
+    loss_scaler: Any = None
+
+    def numel(self, name: str) -> int:
+        """Elements of a parameter."""
+        return torch.Size(self.cuts[name].full_shape).numel()
+
+    def bytes_of(self, name: str) -> int:
+        """What the files of a parameter will take, about."""
+        tensors, scalars = 1 + len(self.stored.state_names(name)), len(self.stored.scalars(name))
+        return tensors * self.numel(name) * FLOAT32 + (tensors + scalars) * FILE_OVERHEAD
+
+    def values(self, name: str) -> Iterator[tuple[str, Any]]:
+        """The content of each file of a parameter, by the file's stem. One tensor is in memory at a time."""
+        cut = self.cuts[name]
+        whole = Slice(None, 1, 0, 0, self.numel(name))
+        for key in (MASTER, *self.stored.state_names(name)):
+            content: dict[str, Any] = {PARAM: self.stored.read(name, key, whole).view(cut.full_shape)}
+            if cut.dim is not None:
+                content[CAT_DIM] = cut.dim
+            yield FP32 if key == MASTER else key, content
+            del content
+        yield from self.stored.scalars(name).items()
+
+
+def write_parameter(source: Source, name: str, folder: Path) -> list[Written]:
+    """Write all files of one parameter of `source` into the checkpoint at `folder`.
+
+    Raises:
+        OSError: they could not be written.
+    """
+    (folder / ZERO / name).mkdir(parents=True, exist_ok=True)
+    return [_save_torch(folder, f"{ZERO}/{name}/{key}.pt", content) for key, content in source.values(name)]
+
+
+def write_common(
+    source: Source, job: Job, state: TrainState, origin: dict[str, Any], folder: Path
+) -> list[Written]:
+    """Write what is not of one parameter.
+
+    Args:
+        job: Of the layout that the checkpoint is meant for.
+        state: Where the run stands.
+        origin: What the checkpoint is made from, which its `shards.json` keeps.
+    """
+    (folder / ZERO).mkdir(parents=True, exist_ok=True)
+    counters = _counters(source, job, state)
+    index = json.dumps(_index(source, origin)) + "\n"
+    return [
+        _save_torch(folder, OPTIMIZER_FILE, _optimizer_state(source, job, state)),
+        *(_save_torch(folder, name, counters) for name in MODEL_FILES),
+        _save(folder, SHARDS, lambda file: file.write(index.encode())),
+    ]
+
+
+def origin_of(folder: Path) -> dict[str, Any] | None:
+    """What the checkpoint at `folder` was made from; None if it was not written here."""
+    return json.loads((folder / SHARDS).read_text(encoding="utf-8")).get("origin")  # type: ignore[no-any-return]
+
+
+def _counters(source: Source, job: Job, state: TrainState) -> dict[str, Any]:
+    return {
+        "module": {},
+        "dp_world_size": job.mesh.replicas,
+        "mp_world_size": 1,
+        "global_steps": state.step,
+        "global_samples": state.consumed_samples,
+        "skipped_steps": source.stored.skipped_steps,
+        DS_VERSION: deepspeed_version,
+        UNIVERSAL_CHECKPOINT_INFO: {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE},
+    }
+
+
+def _optimizer_state(source: Source, job: Job, state: TrainState) -> dict[str, Any]:
+    """What DeepSpeed's own loading gives the groups of torch's optimizer; ours takes the JSON's."""
+    optimizer = build_optimizer(replace(job.optimizer, fused=False), outline(job.model))
+    rate = job.schedule(max(state.step, 1))
+    groups = [{**group, "lr": rate} for group in optimizer.state_dict()[PARAM_GROUPS]]
+    first = source.stored.scalars(next(iter(source.cuts)))
+    content = {
+        PARAM_GROUPS: groups,
+        OPTIMIZER_STATE_DICT: {"state": {0: first}, PARAM_GROUPS: groups},  # where ZeRO 3 looks
+        CLIP_GRAD: job.gradient_clipping,
+        DS_VERSION: deepspeed_version,
+    }
+    return content if source.loss_scaler is None else {**content, LOSS_SCALER: source.loss_scaler}
+
+
+def _index(source: Source, origin: dict[str, Any]) -> dict[str, Any]:
+    """The content of `shards.json`: one rank that holds every parameter whole."""
+    return {
+        "origin": origin,
+        "skipped_steps": source.stored.skipped_steps,
+        "loss_scaler_at": None if source.loss_scaler is None else Place(OPTIMIZER_FILE, (LOSS_SCALER,)),
+        "ranks": [
+            {
+                "stage": 0,
+                "tensor": 0,
+                "parameters": {name: Cut(cut.full_shape, None) for name, cut in source.cuts.items()},
+                "shards": [_shard(source, name) for name in source.cuts],
+            }
+        ],
+    }
+
+
+def _shard(source: Source, name: str) -> dict[str, Any]:
+    folder, stored = f"{ZERO}/{name}", source.stored
+    tensors = {key: Place(f"{folder}/{key}.pt", (PARAM,)) for key in stored.state_names(name)}
+    scalars = {key: Place(f"{folder}/{key}.pt", ()) for key in stored.scalars(name)}
+    return {
+        "weights_at": Place(f"{folder}/{FP32}.pt", (PARAM,)),
+        "state_at": {**tensors, **scalars},
+        "fragments": [(name, 0, source.numel(name), 0)],
+    }
+
+
+class _Digesting:
+    """Counts and digests what goes into a file."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._digest, self.bytes = file, xxhash.xxh3_128(), 0
+
+    def write(self, data: bytes) -> int:
+        self._digest.update(data)
+        self.bytes += len(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    @property
+    def digest(self) -> str:
+        return f"xxh3_128:{self._digest.hexdigest()}"
+
+
+def _save_torch(folder: Path, name: str, content: Any) -> Written:
+    return _save(folder, name, lambda file: torch.save(content, file))
+
+
+def _save(folder: Path, name: str, write: Callable[[Any], object]) -> Written:
+    """A file that takes its name when all of it is on the disk."""
+    with replaced_atomically(folder / name) as file:
+        digesting = _Digesting(file)
+        write(digesting)
+    return Written(name, digesting.bytes, digesting.digest)
