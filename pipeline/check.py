@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import TypeVar
 
-from pipeline.checkpoints.folder import resume_problems
+from pipeline.checkpoints.resume import examine_resume
 from pipeline.cluster.launcher_options import (
     LauncherOptions,
     launcher_parser,
@@ -68,7 +68,9 @@ def check(options: Options, launcher: LauncherOptions, world_size: int | None = 
         draft = examine(options, None, error.problems)
     draft.problems += launcher_problems(launcher)
     if draft.job is not None:
-        draft.problems += resume_problems(draft.job)
+        resumption = examine_resume(draft.job)
+        draft.problems += resumption.problems
+        draft.resume = resumption.lines
     if draft.errors:
         draft.job = None
     return draft

@@ -17,7 +17,7 @@ if __name__ == "__main__":
     # A script's own folder comes first on sys.path; the package is one above.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from pipeline.checkpoints.folder import resume_problems
+from pipeline.checkpoints.resume import resume_problems
 from pipeline.cluster.outcome import Outcome, write_outcome
 from pipeline.cluster.rank_environment import RankEnvironment, read_rank_environment
 from pipeline.cluster.running import only_job

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from pipeline.checkpoints.folder import (
     PARTIAL,
     Checkpoint,
     TrainState,
+    files_below,
     layout_of,
     point_latest,
     publish,
@@ -19,6 +21,8 @@ from pipeline.checkpoints.folder import (
     write_manifest,
 )
 from pipeline.checkpoints.layout_change import convert_checkpoint, same_shards, write_shard_index
+from pipeline.checkpoints.lineage import Lineage, write_lineage
+from pipeline.checkpoints.select import lineage_after
 from pipeline.checkpoints.shards import reads_own_shards
 from pipeline.checkpoints.stored import StoredState
 from pipeline.job.job import Job
@@ -53,7 +57,7 @@ def save_checkpoint(engine: TrainEngine, job: Job, state: TrainState) -> Path:
         sync_files(partial)
     dist.barrier()  # and on the disk, from every host
     if engine.parallel.rank == 0:
-        write_manifest(job, state, partial)
+        write_manifest(job, state, partial, files_below(partial))
         publish(partial)
         point_latest(folder, tag)
     dist.barrier()  # nobody goes on, and perhaps exits, before the checkpoint counts
@@ -76,11 +80,20 @@ def load_checkpoint(engine: TrainEngine, checkpoint: Checkpoint) -> TrainState:
     if hasattr(engine.deepspeed.optimizer, "clip_grad"):
         # DeepSpeed's optimizers bring theirs from the checkpoint; the JSON may have changed since.
         engine.deepspeed.optimizer.clip_grad = engine.job.gradient_clipping
-    own = Path(engine.job.output_dir) / CHECKPOINTS
-    if engine.parallel.rank == 0 and own.resolve() == checkpoint.folder.resolve():
-        # Where a run went back to an earlier checkpoint, the later ones no longer belong to it.
-        point_latest(checkpoint.folder, checkpoint.tag)
+    if engine.parallel.rank == 0:
+        _settle(Path(engine.job.output_dir) / CHECKPOINTS, checkpoint)
     return state
+
+
+def _settle(folder: Path, checkpoint: Checkpoint) -> None:
+    """Make `checkpoint` the one that a run in `folder` goes on from: where it went back to an earlier one,
+    the later ones no longer belong to it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lineage = lineage_after(folder, checkpoint, secrets.token_hex(4))
+    if lineage != Lineage():
+        write_lineage(folder, lineage)
+    if folder.resolve() == checkpoint.folder.resolve():
+        point_latest(folder, checkpoint.tag)
 
 
 def _fits(engine: TrainEngine, checkpoint: Checkpoint, stored: StoredState) -> bool:

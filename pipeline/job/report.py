@@ -67,6 +67,8 @@ def _sections(draft: Draft) -> Iterator[RenderableType]:
     rows = list(_training_rows(draft))
     if rows:
         yield _pairs("Training", rows)
+    if draft.resume:
+        yield Group(Text("Resume", "bold"), *(Text(line) for line in draft.resume))
     if draft.resolved:
         yield _pairs("Left open", [(note.key, f"{note.value} ({note.reason})") for note in draft.resolved])
 

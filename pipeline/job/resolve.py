@@ -45,6 +45,7 @@ class Draft:
 
     Attributes:
         failures: Problems met while deriving a part, by the part's name; its rule reports them.
+        resume: What it would go on from and what changes by it, in lines; none for a new start.
         job: The whole, if there is no error.
     """
 
@@ -61,6 +62,7 @@ class Draft:
     train_steps: int | None = None
     schedule: LearningRate | None = None
     optimizer: OptimizerConfig | None = None
+    resume: Sequence[str] = ()
     job: Job | None = None
 
     @property

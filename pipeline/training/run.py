@@ -11,7 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from pipeline.checkpoints.folder import Checkpoint, TrainState, find_checkpoint, layout_changes
+from pipeline.checkpoints.manifest import TrainState
+from pipeline.checkpoints.resume import origin_lines
+from pipeline.checkpoints.select import Selection, select_checkpoint
 from pipeline.checkpoints.transfer import load_checkpoint, save_checkpoint
 from pipeline.cluster.rank_environment import RankEnvironment
 from pipeline.data.evaluation import eval_batches
@@ -80,7 +82,8 @@ def run(job: Job, environment: RankEnvironment, record: Callable[[Ending], None]
     """
     rank = environment.rank
     with StopRequest(announce=rank == 0) as stop:
-        checkpoint = find_checkpoint(job.output_dir, job.options.resume)
+        selection = select_checkpoint(job)
+        checkpoint = selection.checkpoint
         state = checkpoint.state if checkpoint else TrainState()
         console = make_console(
             rank,
@@ -100,7 +103,7 @@ def run(job: Job, environment: RankEnvironment, record: Callable[[Ending], None]
         if rank == 0:
             write_run_file(job)  # only now: the folder belongs to a job that could be built
             data.tokenizer.save(Path(job.output_dir) / TOKENIZER_FOLDER)
-        console.start([*data.summary(), *repetition(job, data), *parallelism(job), origin(job, checkpoint)])
+        console.start([*data.summary(), *repetition(job, data), *parallelism(job), *origin(job, selection)])
         try:
             ending = _train(job, parallel, engine, data, state, stop, console)
         except Exception as error:
@@ -251,13 +254,11 @@ def repetition(job: Job, data: TrainingData) -> list[str]:
     ]
 
 
-def origin(job: Job, checkpoint: Checkpoint | None) -> str:
-    """Where the weights come from, and what of their layout has been changed."""
-    if checkpoint is None:
-        return "starting at step 0"
-    changes = layout_changes(checkpoint, job)
-    changed = f"; layout changed: {', '.join(changes)}" if changes else ""
-    return f"resumed from {checkpoint.path}{changed}"
+def origin(job: Job, selection: Selection) -> list[str]:
+    """Where the weights come from, and what has been changed since they were saved."""
+    if selection.checkpoint is None:
+        return ["starting at step 0"]
+    return [*selection.notes, *origin_lines(job, selection.checkpoint)]
 
 
 def parallelism(job: Job) -> list[str]:

@@ -3,49 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipeline.checkpoints.digests import digest_of
 from pipeline.checkpoints.folder import (
-    TrainState,
+    FileEntry,
     find_checkpoint,
     layout_changes,
-    point_latest,
     publish,
     read_checkpoint,
     remove_partial,
     resume_problems,
-    tag_of,
     write_manifest,
 )
-from pipeline.job.job import Job
 from pipeline.job.problems import JobError
+from tests.checkpoints.saved_runs import STATE, edit_manifest, job_in, saved
 from tests.end_to_end.jobs import write_text
-from tests.job.drafts import draft, world
-
-STATE = TrainState(step=3, consumed_samples=48, tokens=3072, data="abc")
-
-
-def job_in(folder: Path, config: dict[str, Any] | None = None, ranks: int = 2, **options: Any) -> Job:
-    found = draft(folder, config or {}, world(ranks), **options)
-    assert found.job is not None, found.problems
-    return found.job
-
-
-def saved(
-    folder: Path, state: TrainState = STATE, config: dict[str, Any] | None = None, **options: Any
-) -> Path:
-    """A checkpoint of a job in `folder`, pointed to by `latest`."""
-    job = job_in(folder, config, **options)
-    path = Path(job.output_dir) / "checkpoints" / tag_of(state.step)
-    (path / "sub").mkdir(parents=True)
-    (path / "sub" / "shard.pt").write_bytes(b"12345")
-    (path / "shards.json").write_bytes(b"{}\n")
-    write_manifest(job, state, path)
-    point_latest(path.parent, path.name)
-    return path
 
 
 def refusal(path: Path) -> str:
@@ -67,12 +45,6 @@ def test_what_was_written_is_read(tmp_path: Path):
         assert (found.state, found.path, found.folder) == (STATE, path, path.parent)
     assert find_checkpoint(str(tmp_path / "run"), "never") is None
     assert find_checkpoint(str(tmp_path / "elsewhere"), "auto") is None
-
-
-def test_latest_decides_not_the_highest_number(tmp_path: Path):
-    saved(tmp_path, TrainState(step=9))
-    older = saved(tmp_path)
-    assert find_checkpoint(str(tmp_path / "run"), "auto").path == older
 
 
 def test_a_checkpoint_without_manifest_is_incomplete(tmp_path: Path):
@@ -104,21 +76,6 @@ def test_a_shard_of_another_size_is_named(content: bytes | None, tmp_path: Path)
     shard = path / "sub" / "shard.pt"
     shard.unlink() if content is None else shard.write_bytes(content)
     assert "sub/shard.pt" in refusal(path)
-
-
-@pytest.mark.parametrize("content", [b"", b"\n", b"\xff\xfe"])
-def test_a_broken_latest_is_a_problem_not_a_new_start(content: bytes, tmp_path: Path):
-    path = saved(tmp_path)
-    (path.parent / "latest").write_bytes(content)
-    (problem,) = resume_problems(job_in(tmp_path))
-    assert problem.key == "resume" and str(problem.value).endswith("latest")
-
-
-def test_latest_that_points_nowhere_is_a_problem_not_a_new_start(tmp_path: Path):
-    path = saved(tmp_path)
-    point_latest(path.parent, "global_step77")
-    (problem,) = resume_problems(job_in(tmp_path))
-    assert "global_step77" in str(problem.value)
 
 
 def test_the_same_job_may_continue_and_be_longer(tmp_path: Path):
@@ -159,12 +116,13 @@ def test_without_an_index_another_layout_is_refused(
     config: dict[str, Any], ranks: int, says: str, tmp_path: Path
 ):
     """As earlier versions saved them."""
-    path = saved(tmp_path) / "manifest.json"
-    manifest = json.loads(path.read_text(encoding="utf-8"))
-    del manifest["files"]["shards.json"], manifest["layout"]["nvme"]
-    formats = {key: manifest["layout"].pop(key) for key in ("compute", "accumulation")}
-    manifest["layout"]["precision"] = {**formats, "reason": ""}
-    path.write_text(json.dumps(manifest), encoding="utf-8")
+
+    def as_before(manifest: dict[str, Any]) -> None:
+        del manifest["files"]["shards.json"], manifest["layout"]["nvme"]
+        formats = {key: manifest["layout"].pop(key) for key in ("compute", "accumulation")}
+        manifest["layout"]["precision"] = {**formats, "reason": ""}
+
+    edit_manifest(saved(tmp_path), as_before, format_2=False)
     assert resume_problems(job_in(tmp_path)) == []
     (problem,) = resume_problems(job_in(tmp_path, config, ranks))
     assert "was saved in another layout" in problem.rule and "it has no shards.json" in problem.rule
@@ -227,6 +185,54 @@ def test_only_leftovers_of_crashes_are_removed(tmp_path: Path):
 
 def test_the_manifest_lists_every_file_but_itself(tmp_path: Path):
     path = saved(tmp_path)
-    manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-    assert manifest["files"] == {"shards.json": 3, "sub/shard.pt": 5}
-    assert manifest["state"]["consumed_samples"] == 48
+    files = json.loads((path / "manifest.json").read_text(encoding="utf-8"))["files"]
+    assert {name: entry["bytes"] for name, entry in files.items()} == {"shards.json": 3, "sub/shard.pt": 5}
+    assert read_checkpoint(path).files["sub/shard.pt"] == FileEntry(5, digest_of(path / "sub" / "shard.pt"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda manifest: manifest["state"].update(consumed_samples=49),
+        lambda manifest: manifest["files"].pop("sub/shard.pt"),
+        lambda manifest: manifest.pop("digest"),
+        lambda manifest: manifest.update(format=3),
+    ],
+)
+def test_a_manifest_that_was_edited_proves_nothing(change: Callable[[dict], object], tmp_path: Path):
+    path = saved(tmp_path)
+    edit_manifest(path, change)
+    assert "manifest.json cannot be read" in refusal(path)
+
+
+@pytest.mark.parametrize("length", [0, 1, 100, -1])
+def test_a_manifest_that_was_cut_proves_nothing(length: int, tmp_path: Path):
+    path = saved(tmp_path)
+    content = (path / "manifest.json").read_bytes().rstrip()
+    (path / "manifest.json").write_bytes(content[:length])
+    assert "manifest.json cannot be read" in refusal(path)
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "sub/../../outside"])
+def test_a_manifest_names_no_file_outside_its_folder(name: str, tmp_path: Path):
+    path = saved(tmp_path)
+    edit_manifest(path, lambda manifest: manifest["files"].update({name: 1}), format_2=False)
+    assert "lies outside" in refusal(path)
+
+
+def test_a_manifest_says_what_it_was_made_with(tmp_path: Path):
+    manifest = json.loads((saved(tmp_path) / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["format"] == 2 and manifest["hosts"] == 1 and manifest["shared"] is True
+    assert manifest["versions"]["torch"] == version("torch")
+    assert manifest["config_digest"].startswith("sha256:")
+    assert manifest["settings"]["batch.train_batch_size"] == job_in(tmp_path).batch.train_batch_size
+
+
+def test_where_hosts_share_no_file_system_the_others_files_may_be_missing_but_not_wrong(tmp_path: Path):
+    path = saved(tmp_path)
+    write_manifest(job_in(tmp_path), STATE, path, read_checkpoint(path).files, hosts=2, shared=False)
+    shard = path / "sub" / "shard.pt"
+    shard.unlink()
+    assert not read_checkpoint(path).shared
+    shard.write_bytes(b"1234")
+    assert "sub/shard.pt" in refusal(path)

@@ -50,7 +50,7 @@ def test_a_run_that_went_back_never_loses_its_checkpoint(tmp_path: Path):
     run_ranks(go_back_and_save, 2, description)
     assert find_checkpoint(str(tmp_path / "run"), "auto").state == TrainState(step=2, tokens=99)
     names = {path.name for path in folder.iterdir()}
-    assert names == {"latest", "global_step1", "global_step2", "global_step3"}
+    assert names == {"latest", "lineage.json", "global_step1", "global_step2", "global_step3"}
 
 
 def save_three_steps(job: Job) -> None:

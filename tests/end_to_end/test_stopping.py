@@ -111,7 +111,8 @@ def test_going_back_to_an_earlier_checkpoint_replaces_the_later_one(shop: Worksh
     (later / "stale.pt").write_bytes(b"of the first time")
     run_job([*arguments, "--resume", str(later.with_name("global_step2"))], 2).check()
     assert shop.steps("run") == whole
-    assert sorted(path.name for path in later.parent.iterdir()) == ["global_step2", "global_step4", "latest"]
+    names = ["global_step2", "global_step4", "latest", "lineage.json"]
+    assert sorted(path.name for path in later.parent.iterdir()) == names
     assert not (later / "stale.pt").exists()
     assert "stale.pt" not in json.loads((later / "manifest.json").read_text(encoding="utf-8"))["files"]
 

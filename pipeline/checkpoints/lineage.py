@@ -1,0 +1,102 @@
+"""Which of a folder's checkpoints belong to the run that goes on in it. No torch.
+
+A run that goes back to an earlier checkpoint leaves the later ones behind: they stay on the disk, and must
+not win when it is started again. Each such start begins a branch; `checkpoints/lineage.json` says where:
+
+    step      1 --- 2 --- 3 --- 4          branch "" (a run that never went back has no lineage.json)
+                    |
+                    '---- 3 --- 4 --- 5    branch "9f3c", from step 2
+
+    {"branches": [["9f3c", 2]], "origin": null}
+
+A checkpoint's manifest keeps the branches it was saved under. It belongs to the run if the two lists say the
+same about the steps up to its own. A start from a checkpoint of another folder begins at step -1, so that
+nothing that lies here already belongs to it, and keeps that checkpoint's path as `origin`: until the first
+save it is what the run goes on from.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.job.problems import JobError, Problem
+from pipeline.training.atomic_file import replaced_atomically
+
+LINEAGE = "lineage.json"
+BEFORE_ALL = -1  # a step before every checkpoint's
+Branches = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """What `lineage.json` says.
+
+    Attributes:
+        branches: Name of each branch and the step that it begins after, in order.
+        origin: The checkpoint of another folder that the run came from, None if it began here.
+    """
+
+    branches: Branches = ()
+    origin: str | None = None
+
+    def owns(self, branches: Branches, step: int) -> bool:
+        """Whether a checkpoint saved under `branches` after `step` steps is part of this run."""
+        return _until(self.branches, step) == _until(branches, step)
+
+
+def _until(branches: Branches, step: int) -> Branches:
+    return tuple(branch for branch in branches if branch[1] < step)
+
+
+def branched(branches: Branches, step: int, name: str) -> Branches:
+    """The branches of a run that goes back to a checkpoint after `step` steps, saved under `branches`."""
+    return (*_until(branches, step), (name, step))
+
+
+def read_lineage(folder: Path) -> Lineage:
+    """The lineage of the run in a checkpoint folder.
+
+    Raises:
+        JobError: it cannot be read, so that nobody knows which checkpoints count.
+    """
+    path = folder / LINEAGE
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return Lineage(parse_branches(content["branches"]), _text_or_none(content["origin"]))
+    except (FileNotFoundError, NotADirectoryError):
+        return Lineage()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        rule = (
+            f"cannot be read ({type(error).__name__}: {error}), and says which checkpoints were left behind "
+            f"when this run went back to an earlier one"
+        )
+        remedy = "Name the checkpoint to go on from with --resume PATH, which writes the file anew"
+        raise JobError([Problem("resume", str(path), rule, remedy)]) from error
+
+
+def write_lineage(folder: Path, lineage: Lineage) -> None:
+    """Replace `lineage.json` atomically."""
+    content = {"branches": lineage.branches, "origin": lineage.origin}
+    with replaced_atomically(folder / LINEAGE) as file:
+        file.write((json.dumps(content) + "\n").encode())
+
+
+def parse_branches(saved: Any) -> Branches:
+    """Branches from JSON.
+
+    Raises:
+        TypeError, ValueError: it is something else.
+    """
+    branches = tuple((name, step) for name, step in saved)
+    if not all(isinstance(name, str) and isinstance(step, int) for name, step in branches):
+        raise TypeError("a branch is a name and a step")
+    return branches
+
+
+def _text_or_none(value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise TypeError("the origin is a path")
+    return value

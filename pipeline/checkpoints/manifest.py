@@ -1,0 +1,276 @@
+"""manifest.json: what a complete checkpoint holds. Written last, and read before anything else. No torch.
+
+Format 2:
+
+    format          2; earlier manifests have none
+    state           step, consumed samples and tokens, the data's progress, the best evaluation losses
+    layout          the sizes and formats that decide how the state is cut into shards
+    identity        model, tokenizer, sequence length, seed: what never changes in a run
+    settings        what may change from one start to the next, and is then printed
+    branches        the run's branches up to here (`pipeline.checkpoints.lineage`)
+    versions        of this pipeline, torch, DeepSpeed and Python
+    config_digest   of the dict that DeepSpeed received
+    files           for each: bytes, digest, and the number of the host that wrote it
+    hosts, shared   how many hosts wrote, and whether into one file system
+    digest          of all of the above, so that a manifest that was edited or cut proves nothing
+
+Names and shapes of the parameters are in `shards.json`, which `files` lists.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from pipeline.checkpoints.digests import ALGORITHMS, digest_of
+from pipeline.checkpoints.lineage import Branches, parse_branches, read_lineage
+from pipeline.job.job import Job
+from pipeline.job.problems import JobError, Problem
+from pipeline.job.run_file import identity
+from pipeline.job.run_settings import settings_of
+from pipeline.training.atomic_file import replaced_atomically
+
+MANIFEST = "manifest.json"
+SHARDS = "shards.json"
+FORMAT = 2
+CHOOSE_ANOTHER = "Name another checkpoint with --resume PATH, or use another --output_dir"
+PACKAGES = {"pipeline": "gpt-pretraining-pipeline", "torch": "torch", "deepspeed": "deepspeed"}
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """Where a run stands. Everything else follows from it: the sample order and dropout are pure functions of
+    seed and position, the learning rate of the step.
+
+    Attributes:
+        step: Optimizer steps taken.
+        consumed_samples: Samples of the whole job read so far.
+        tokens: Input tokens of those samples.
+        data: How far each source of the data has been read (`pipeline.data.progress`); empty before the first
+            start.
+        best_eval_loss: Lowest loss of each evaluated set by its name; "" is the set without a name.
+    """
+
+    step: int = 0
+    consumed_samples: int = 0
+    tokens: int = 0
+    data: dict[str, Any] = field(default_factory=dict)
+    best_eval_loss: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """What a manifest knows of one file.
+
+    Attributes:
+        digest: As `pipeline.checkpoints.digests` writes it; empty in manifests before format 2.
+        host: Which host wrote it, counted in rank order.
+    """
+
+    bytes: int
+    digest: str = ""
+    host: int = 0
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint on disk, as its manifest describes it.
+
+    Attributes:
+        files: Each file's entry by its name, relative to the folder.
+        settings: By dotted name; empty in manifests before format 2.
+        branches: Of the run that saved it.
+        shared: All files lie in one file system; otherwise each host has what its ranks wrote.
+    """
+
+    folder: Path
+    tag: str
+    state: TrainState
+    layout: dict[str, Any]
+    identity: dict[str, Any]
+    files: dict[str, FileEntry]
+    settings: dict[str, Any]
+    branches: Branches
+    hosts: int
+    shared: bool
+
+    @property
+    def path(self) -> Path:
+        return self.folder / self.tag
+
+    @property
+    def has_shard_index(self) -> bool:
+        """It says what lies where in it, so that another layout can read it."""
+        return SHARDS in self.files
+
+
+def layout_of(job: Job) -> dict[str, Any]:
+    """What decides how the state is cut into shards, and in which formats."""
+    zero = job.deepspeed["zero_optimization"]
+    devices = [zero.get(block, {}).get("device") for block in ("offload_optimizer", "offload_param")]
+    return {
+        **asdict(job.mesh),
+        "zero_stage": job.zero_stage,
+        "stages": list(job.stages),
+        "pipeline_schedule": job.pipeline_schedule,
+        "compute": job.precision.compute,
+        "accumulation": job.precision.accumulation,
+        "optimizer": job.optimizer.type,
+        "nvme": "nvme" in devices,
+    }
+
+
+def files_below(path: Path) -> dict[str, FileEntry]:
+    """Every file of a checkpoint that one process can see, read and digested."""
+    files = sorted(file for file in path.rglob("*") if file.is_file() and file.name != MANIFEST)
+    return {
+        file.relative_to(path).as_posix(): FileEntry(file.stat().st_size, digest_of(file)) for file in files
+    }
+
+
+def write_manifest(
+    job: Job,
+    state: TrainState,
+    path: Path,
+    files: Mapping[str, FileEntry],
+    hosts: int = 1,
+    shared: bool = True,
+) -> None:
+    """Describe the complete checkpoint at `path`; for one rank (of each host, where they do not share a file
+    system), after every file is on the disk.
+
+    Args:
+        path: The folder that the files are in now; its parent is the run's checkpoint folder.
+        files: What the ranks wrote, by names relative to `path`.
+        hosts: How many hosts wrote.
+        shared: Whether they wrote into one file system.
+    """
+    content = {
+        "format": FORMAT,
+        "state": asdict(state),
+        "layout": layout_of(job),
+        "identity": identity(job.options, job.model, job.batch.sequence_length),
+        "settings": settings_of(job),
+        "branches": read_lineage(path.parent).branches,
+        "versions": _versions(),
+        "config_digest": "sha256:" + hashlib.sha256(_canonical(job.deepspeed)).hexdigest(),
+        "files": {name: asdict(files[name]) for name in sorted(files)},
+        "hosts": hosts,
+        "shared": shared,
+    }
+    content["digest"] = _digest(content)
+    with replaced_atomically(path / MANIFEST) as file:
+        file.write((json.dumps(content, indent=2) + "\n").encode())
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    """Of a manifest's content without its digest."""
+    rest = {key: value for key, value in content.items() if key != "digest"}
+    return "sha256:" + hashlib.sha256(_canonical(rest)).hexdigest()
+
+
+def _canonical(content: Any) -> bytes:
+    """The same bytes for the same content, whatever the order of its keys."""
+    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+
+
+@cache
+def _versions() -> dict[str, str | None]:
+    return {name: _version(package) for name, package in PACKAGES.items()} | {
+        "python": platform.python_version()
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # run from a folder into which nothing was installed
+        return None
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """The complete checkpoint at `path`: its manifest is whole, and each file that it names has its size.
+
+    Where hosts do not share a file system, a file that another host wrote may be missing here.
+
+    Raises:
+        JobError: no manifest, one that is not whole, or a file that is missing or has another size.
+    """
+    try:
+        content = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        checkpoint = _parse(path, content)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        rule = f"is no complete checkpoint: {MANIFEST} cannot be read ({type(error).__name__}: {error})"
+        raise JobError([Problem("resume", str(path), rule, CHOOSE_ANOTHER)]) from error
+    if wrong := _wrong_files(checkpoint):
+        rule = f"is no complete checkpoint: files missing or of another size than when saved: {wrong}"
+        raise JobError([Problem("resume", str(path), rule, CHOOSE_ANOTHER)])
+    return checkpoint
+
+
+def _parse(path: Path, content: dict[str, Any]) -> Checkpoint:
+    """Raises ValueError, KeyError, TypeError or AttributeError for anything but a manifest."""
+    given = content.get("format")
+    if given not in (None, FORMAT):
+        raise ValueError(f"format {given} is not known here, {FORMAT} is the newest")
+    if given == FORMAT and content["digest"] != _digest(content):
+        raise ValueError("its own digest does not match: it was changed since it was written")
+    return Checkpoint(
+        folder=path.parent,
+        tag=path.name,
+        state=TrainState(**content["state"]),
+        layout=_current_layout(content["layout"]),
+        identity=dict(content["identity"]),
+        files={_inside(name): _entry(entry) for name, entry in content["files"].items()},
+        settings=content.get("settings", {}),
+        branches=parse_branches(content.get("branches", [])),
+        hosts=content.get("hosts", 1),
+        shared=content.get("shared", True),
+    )
+
+
+def _inside(name: str) -> str:
+    """A file's name, which must not lead out of the folder."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"{name} lies outside")
+    return name
+
+
+def _entry(saved: Any) -> FileEntry:
+    if isinstance(saved, int):  # before format 2
+        return FileEntry(saved)
+    entry = FileEntry(**saved)
+    if entry.digest.partition(":")[0] not in ALGORITHMS:
+        raise ValueError(f"the digest {entry.digest} is of an unknown kind")
+    return entry
+
+
+def _current_layout(saved: dict[str, Any]) -> dict[str, Any]:
+    """A manifest's layout in today's words: earlier ones had the number formats in a block of their own, and
+    did not say where offloaded state lies."""
+    layout = {"nvme": False, **saved}
+    formats = layout.pop("precision", {})
+    return {**layout, **{key: formats[key] for key in ("compute", "accumulation") if key in formats}}
+
+
+def _wrong_files(checkpoint: Checkpoint) -> list[str]:
+    """Files that are missing or have another size."""
+    absent = () if checkpoint.shared else (None,)
+    return [
+        name
+        for name, entry in checkpoint.files.items()
+        if (size := size_of(checkpoint.path / name)) != entry.bytes and size not in absent
+    ]
+
+
+def size_of(path: Path) -> int | None:
+    """Bytes of a file; None where there is none."""
+    return path.stat().st_size if path.is_file() else None
