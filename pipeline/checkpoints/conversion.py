@@ -23,9 +23,12 @@ from pipeline.checkpoints.folder import (
     MANIFEST,
     PARTIAL,
     Checkpoint,
+    FileEntry,
+    files_below,
     layout_of,
     read_checkpoint,
 )
+from pipeline.checkpoints.manifest import write_converted_manifest
 from pipeline.checkpoints.stored import StoredState
 from pipeline.checkpoints.universal import (
     FILE_OVERHEAD,
@@ -180,21 +183,14 @@ def _write(
     done |= dict(_write_parameters(source, left, place, workers, _reporter(source, done, report)))
     files = [file for name in source.cuts for file in done[name]]
     files += write_common(source, job, checkpoint.state, task_of(checkpoint, job), place.content)
+    entries = {file.name: FileEntry(file.bytes, file.digest) for file in files}
     if (tokenizer := checkpoint.path / TOKENIZER).exists():
         shutil.copytree(tokenizer, place.content / TOKENIZER, dirs_exist_ok=True)
+        copied = files_below(place.content / TOKENIZER)
+        entries |= {f"{TOKENIZER}/{name}": entry for name, entry in copied.items()}
     sync_files(place.content)
-    _write_manifest(checkpoint, job, place.content)
+    write_converted_manifest(checkpoint, place.content, entries, layout_of(job))
     place.publish()
-
-
-def _write_manifest(checkpoint: Checkpoint, job: Job, path: Path) -> None:
-    """The checkpoint's own manifest, of other files and for another layout."""
-    content = json.loads((checkpoint.path / MANIFEST).read_text(encoding="utf-8"))
-    files = sorted(file for file in path.rglob("*") if file.is_file())
-    content["files"] = {str(file.relative_to(path)): file.stat().st_size for file in files}
-    content["layout"] = layout_of(job)
-    with replaced_atomically(path / MANIFEST) as file:
-        file.write((json.dumps(content, indent=2) + "\n").encode())
 
 
 def open_source(checkpoint: Checkpoint, job: Job) -> Source:

@@ -3,7 +3,7 @@
 Format 2:
 
     format          2; earlier manifests have none
-    state           step, consumed samples and tokens, the data's progress, the best evaluation losses
+    state           step, consumed samples and tokens, the data's progress, the lowest evaluation losses
     layout          the sizes and formats that decide how the state is cut into shards
     identity        model, tokenizer, sequence length, seed: what never changes in a run
     settings        what may change from one start to the next, and is then printed
@@ -55,14 +55,16 @@ class TrainState:
         tokens: Input tokens of those samples.
         data: How far each source of the data has been read (`pipeline.data.progress`); empty before the first
             start.
-        best_eval_loss: Lowest loss of each evaluated set by its name; "" is the set without a name.
+        best_eval_loss: The lowest evaluation losses; empty before the first.
+        evaluation_due: The evaluation after `step` was given up for a stop: the next start begins with it.
     """
 
     step: int = 0
     consumed_samples: int = 0
     tokens: int = 0
     data: dict[str, Any] = field(default_factory=dict)
-    best_eval_loss: dict[str, float] = field(default_factory=dict)
+    best_eval_loss: dict[str, Any] = field(default_factory=dict)
+    evaluation_due: bool = False
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,27 @@ def write_manifest(
         "hosts": hosts,
         "shared": shared,
     }
-    content["digest"] = _digest(content)
+    _write(content, path)
+
+
+def write_converted_manifest(
+    checkpoint: Checkpoint, path: Path, files: Mapping[str, FileEntry], layout: Mapping[str, Any]
+) -> None:
+    """The manifest of what `checkpoint` was converted to, at `path`: the same but for files and layout."""
+    content = json.loads((checkpoint.path / MANIFEST).read_text(encoding="utf-8"))
+    content |= {
+        "format": FORMAT,
+        "branches": [],
+        "layout": dict(layout),
+        "files": {name: asdict(files[name]) for name in sorted(files)},
+        "hosts": 1,
+        "shared": True,
+    }
+    _write(content, path)
+
+
+def _write(content: dict[str, Any], path: Path) -> None:
+    content = {**content, "digest": _digest(content)}
     with replaced_atomically(path / MANIFEST) as file:
         file.write((json.dumps(content, indent=2) + "\n").encode())
 

@@ -43,6 +43,7 @@ def edit_manifest(path: Path, change: Callable[[dict[str, Any]], object], format
         kept = ("state", "layout", "identity", "files")
         content = {key: content[key] for key in kept}
         content["files"] = {name: entry["bytes"] for name, entry in content["files"].items()}
-        del content["state"]["best_eval_loss"]
+        for name in ("best_eval_loss", "evaluation_due"):
+            del content["state"][name]
     change(content)
     file.write_text(json.dumps(content), encoding="utf-8")
