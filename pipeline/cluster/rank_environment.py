@@ -1,7 +1,13 @@
 """What a launcher tells one rank, read from the environment in this one place.
 
-The deepspeed launcher, torchrun and accelerate all set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
-MASTER_PORT. They differ in the name of the number of ranks on a host.
+    deepspeed, torchrun, accelerate    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_SIZE or LOCAL_WORLD_SIZE,
+                                       MASTER_ADDR, MASTER_PORT
+    mpirun, mpiexec, srun              their own names (`process_managers`), and no rendezvous: MASTER_ADDR
+                                       and MASTER_PORT count where they are set, else they are derived
+    none of them                       a job of one rank
+
+One launcher may start another on each host, torchrun under srun for one. The innermost counts; it is known by
+what only it sets. Numbers without such a sign must agree with the manager's.
 """
 
 from __future__ import annotations
@@ -9,16 +15,32 @@ from __future__ import annotations
 import os
 import random
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
+from pipeline.cluster.process_managers import (
+    FIRST_OUTGOING_PORT,
+    FIRST_PORT,
+    SLURM,
+    SLURM_NODES,
+    SLURM_TASKS,
+    Manager,
+    find_managers,
+    slurm_first_host,
+    slurm_local_size,
+)
 from pipeline.job.problems import JobError, Problem
 
+T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
-_FIRST_PORT, _FIRST_OUTGOING_PORT = 15_000, 32_768
-_REQUIRED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+_REQUIRED = (*_PLACE, "MASTER_ADDR", "MASTER_PORT")
 # LOCAL_SIZE: the deepspeed launcher. LOCAL_WORLD_SIZE: torchrun and accelerate.
 _LOCAL_SIZES = ("LOCAL_SIZE", "LOCAL_WORLD_SIZE")
+# Set by the deepspeed launcher (with LOCAL_SIZE), and by torchrun and accelerate, and by nobody else.
+_LAUNCHER_SIGNS = ("CROSS_RANK", "TORCHELASTIC_RUN_ID")
+_ANY_LAUNCHER = "Start with deepspeed, torchrun, mpirun or srun, which set it"
 
 
 @dataclass(frozen=True)
@@ -57,50 +79,165 @@ def read_rank_environment(environ: Mapping[str, str] = os.environ) -> RankEnviro
     """This rank's place; without a launcher, the only rank of a job of one with a free port.
 
     Raises:
-        JobError: some of the variables are set and others are not, or a value is impossible.
+        JobError: some of the variables are set and others are not, a value is impossible, or two launchers
+            contradict each other.
     """
-    if not any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
+    managers = () if any(sign in environ for sign in _LAUNCHER_SIGNS) else find_managers(environ)
+    if len(managers) > 1:
+        names = " and ".join(manager.name for manager in managers)
+        rule = f"{names} both claim to have started this process, and say different things"
+        remedy = "Start with one of them, in a shell that has no variables of the other"
+        raise JobError([Problem(managers[-1].rank, environ[managers[-1].rank], rule, remedy)])
+    if managers:
+        return _checked(_from_manager(managers[0], environ))
+    if not any(name in environ for name in _PLACE):
         return RankEnvironment(0, 1, 0, 1, LOOPBACK, free_port())
-    problems = [_missing(name) for name in _REQUIRED if name not in environ]
+    return _checked(_from_launcher(environ))
+
+
+def _from_launcher(environ: Mapping[str, str]) -> RankEnvironment:
+    missing = [_missing(name) for name in _REQUIRED if name not in environ]
+    numbers = _numbers(environ, (*_PLACE, "MASTER_PORT", *_LOCAL_SIZES), missing)
+    given = [numbers[name] for name in _LOCAL_SIZES if name in numbers]
+    return RankEnvironment(
+        numbers["RANK"],
+        numbers["WORLD_SIZE"],
+        numbers["LOCAL_RANK"],
+        # Without a count of local ranks (a hand-made environment) only one host can be meant.
+        given[0] if given else numbers["WORLD_SIZE"],
+        environ["MASTER_ADDR"],
+        numbers["MASTER_PORT"],
+    )
+
+
+def _from_manager(manager: Manager, environ: Mapping[str, str]) -> RankEnvironment:
+    rule = f"{manager.name} sets {', '.join(manager.variables)}"
+    missing = [
+        Problem(name, None, rule, "Do not unset it") for name in manager.variables if name not in environ
+    ]
+    numbers = _numbers(environ, (*manager.variables, *_PLACE, "MASTER_PORT"), missing)
+    place = [numbers[name] for name in (manager.rank, manager.world_size, manager.local_rank)]
+    contradictions = [
+        _contradiction(manager, name, numbers[name], number)
+        for name, number in zip(_PLACE, place, strict=True)
+        if numbers.get(name, number) != number
+    ]
+    if contradictions:
+        raise JobError(contradictions)
+    if manager is SLURM:
+        node = numbers["SLURM_NODEID"]
+        local_size = _slurm_list(environ, SLURM_TASKS, lambda text: slurm_local_size(text, node))
+    else:
+        local_size = numbers[manager.local_size]
+    address, port = _rendezvous(manager, environ, one_host=local_size == numbers[manager.world_size])
+    return RankEnvironment(*place, local_size, address, port)
+
+
+def _contradiction(manager: Manager, name: str, given: int, number: int) -> Problem:
+    rule = f"{manager.name} started this process and says {number}"
+    return Problem(name, given, rule, f"Unset {name} before the start, or start with another launcher")
+
+
+def _rendezvous(manager: Manager, environ: Mapping[str, str], one_host: bool) -> tuple[str, int]:
+    """Where rank 0 listens: as the environment says, else worked out.
+
+    Raises:
+        JobError: it says nothing and nothing can be concluded.
+    """
+    problems = []
+    address = environ.get("MASTER_ADDR")
+    if address is None and manager is SLURM:
+        address = _slurm_list(environ, SLURM_NODES, slurm_first_host)
+    elif address is None and one_host:
+        address = LOOPBACK
+    elif address is None:
+        rule = f"{manager.name} does not say on which host rank 0 is"
+        remedy = f"Name the first host: {manager.give.format(name='MASTER_ADDR', value='HOST')}"
+        problems.append(Problem("MASTER_ADDR", None, rule, remedy))
+    port = int(environ["MASTER_PORT"]) if "MASTER_PORT" in environ else manager.port(environ)
+    if port is None:
+        rule = f"{manager.name} gives its ranks nothing to derive a port from"
+        remedy = f"Choose a free one: {manager.give.format(name='MASTER_PORT', value=29500)}"
+        problems.append(Problem("MASTER_PORT", None, rule, remedy))
+    if problems:
+        raise JobError(problems)
+    assert address is not None and port is not None
+    return address, port
+
+
+def _slurm_list(environ: Mapping[str, str], name: str, read: Callable[[str], T]) -> T:
+    """What `read` finds in one of the lists in which Slurm describes a step.
+
+    Raises:
+        JobError: the list is missing or cannot be understood.
+    """
+    text = environ.get(name)
+    try:
+        if text is None:
+            raise ValueError("it is missing")
+        return read(text)
+    except ValueError as error:
+        rule = f"the place of a rank in a Slurm step is read from it, and {error}"
+        remedy = "Start with srun; or set MASTER_ADDR and MASTER_PORT and use torchrun on each host"
+        raise JobError([Problem(name, text, rule, remedy)]) from error
+
+
+def _numbers(environ: Mapping[str, str], names: tuple[str, ...], problems: list[Problem]) -> dict[str, int]:
+    """The given variables as numbers.
+
+    Raises:
+        JobError: with `problems` and one for each that is no number.
+    """
     numbers: dict[str, int] = {}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", *_LOCAL_SIZES):
+    for name in names:
         if name not in environ:
             continue
         if environ[name].isdecimal():
             numbers[name] = int(environ[name])
         else:
-            problems.append(_wrong(name, environ[name], "must be a whole number, at least 0"))
+            problems.append(Problem(name, environ[name], "must be a whole number, at least 0", _ANY_LAUNCHER))
     if problems:
         raise JobError(problems)
-    return _assemble(numbers, environ["MASTER_ADDR"])
+    return numbers
 
 
-def _assemble(numbers: Mapping[str, int], master_addr: str) -> RankEnvironment:
-    world_size, local_rank = numbers["WORLD_SIZE"], numbers["LOCAL_RANK"]
-    given = [numbers[name] for name in _LOCAL_SIZES if name in numbers]
-    # Without a count of local ranks (a hand-made environment) only one host can be meant.
-    local_size = given[0] if given else world_size
-    problems = []
-    if numbers["RANK"] >= world_size:
-        problems.append(_wrong("RANK", numbers["RANK"], f"must be below WORLD_SIZE = {world_size}"))
-    if local_rank >= local_size:
-        problems.append(_wrong("LOCAL_RANK", local_rank, f"must be below this host's {local_size} ranks"))
-    if local_size > world_size:
-        problems.append(_wrong("LOCAL_SIZE", local_size, f"must be at most WORLD_SIZE = {world_size}"))
+def _checked(found: RankEnvironment) -> RankEnvironment:
+    """The place, if there can be such a one.
+
+    Raises:
+        JobError: there cannot.
+    """
+    world_size, local_size = found.world_size, found.local_size
+    checks = (
+        ("RANK", found.rank, found.rank < world_size, f"must be below WORLD_SIZE = {world_size}"),
+        ("LOCAL_RANK", found.local_rank, found.local_rank < local_size,
+         f"must be below this host's {local_size} ranks"),
+        ("LOCAL_SIZE", local_size, local_size <= world_size, f"must be at most WORLD_SIZE = {world_size}"),
+    )  # fmt: skip
+    problems = [Problem(name, value, rule, _ANY_LAUNCHER) for name, value, holds, rule in checks if not holds]
+    if not 1 <= found.master_port <= 65535:
+        rule, remedy = "a port is from 1 to 65535", "Give another port"
+        problems.append(Problem("MASTER_PORT", found.master_port, rule, remedy))
+    if not found.master_addr.strip():
+        rule = "is empty: the ranks meet at the host of rank 0"
+        problems.append(Problem("MASTER_ADDR", found.master_addr, rule, "Give that host's name or address"))
+    elif local_size < world_size and is_loopback(found.master_addr):
+        rule = f"means another machine on every host, and {world_size - local_size} ranks are on others"
+        remedy = "Give the name or address by which they reach the host of rank 0"
+        problems.append(Problem("MASTER_ADDR", found.master_addr, rule, remedy))
     if problems:
         raise JobError(problems)
-    return RankEnvironment(
-        numbers["RANK"], world_size, local_rank, local_size, master_addr, numbers["MASTER_PORT"]
-    )
+    return found
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address or name never leaves its own machine."""
+    return address in ("localhost", "::1") or address.startswith("127.")
 
 
 def _missing(name: str) -> Problem:
     given = "a launcher sets all of " + ", ".join(_REQUIRED)
     return Problem(name, None, given, "Start with deepspeed or torchrun, or unset the others")
-
-
-def _wrong(name: str, value: object, rule: str) -> Problem:
-    return Problem(name, value, rule, "Start with deepspeed or torchrun, which set it")
 
 
 def free_port() -> int:
@@ -114,11 +251,11 @@ def free_port() -> int:
     """
     chance = random.SystemRandom()  # two jobs that start at once, with equal seeds, must not try the same
     for _ in range(100):
-        port = chance.randrange(_FIRST_PORT, _FIRST_OUTGOING_PORT)
+        port = chance.randrange(FIRST_PORT, FIRST_OUTGOING_PORT)
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             try:
                 probe.bind(("", port))
             except OSError:
                 continue
             return port
-    raise OSError(f"no free port found between {_FIRST_PORT} and {_FIRST_OUTGOING_PORT}")
+    raise OSError(f"no free port found between {FIRST_PORT} and {FIRST_OUTGOING_PORT}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from datetime import timedelta
 from typing import Literal
@@ -10,6 +11,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
+from pipeline.cluster.world import available_cores
 from pipeline.job.problems import JobError, Problem
 
 
@@ -31,6 +33,15 @@ def start_distributed(device: Literal["cpu", "cuda"], local_rank: int, timeout: 
         _skip_inference_op()
     backend = "nccl" if device == "cuda" else "gloo"
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=timeout)
+
+
+def share_cores(num_ranks: int) -> None:
+    """Use this CPU rank's share of the host's cores; otherwise each of its `num_ranks` ranks takes all of them.
+
+    OMP_NUM_THREADS counts where a user or a launcher has set it.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, available_cores() // num_ranks))
 
 
 def _require_cuda() -> None:

@@ -29,7 +29,7 @@ from pipeline.training.agreement import agree_on_start, gather_rows
 from pipeline.training.build import build_engine
 from pipeline.training.console import Console, evaluation_line, make_console
 from pipeline.training.devices import peak_tflops
-from pipeline.training.distributed import start_distributed, stop_distributed
+from pipeline.training.distributed import share_cores, start_distributed, stop_distributed
 from pipeline.training.engine import TrainEngine
 from pipeline.training.flops import training_flops_per_token
 from pipeline.training.loop import EvalSet, Loop, evaluate
@@ -93,6 +93,8 @@ def run(job: Job, environment: RankEnvironment, record: Callable[[Ending], None]
         )
         remote = _remote_cache(job, console)  # local copies are kept as long as it is open
         data = _data(job, state, rank, console, remote)
+        if job.world.device == "cpu":
+            share_cores(environment.local_size)
         start_distributed(job.world.device, environment.local_rank, GROUP_TIMEOUT)
         parallel = Parallel.create(job.mesh, GROUP_TIMEOUT)
         agree_on_start(parallel, data.fingerprint, state.step)
