@@ -36,7 +36,7 @@ def start_distributed(device: Literal["cpu", "cuda"], local_rank: int, timeout: 
 
 
 def share_cores(num_ranks: int) -> None:
-    """Use this CPU rank's share of the host's cores; otherwise each of its `num_ranks` ranks takes all of them.
+    """Use this CPU rank's share of its host's cores: each of the `num_ranks` ranks there takes all otherwise.
 
     OMP_NUM_THREADS counts where a user or a launcher has set it.
     """

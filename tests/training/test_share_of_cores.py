@@ -1,4 +1,4 @@
-"""CPU ranks on one host share its cores: threads that wait for a core they do not get slow a step 50 times."""
+"""CPU ranks of one host share its cores: threads that wait for a core make a step fifty times slower."""
 
 from __future__ import annotations
 
