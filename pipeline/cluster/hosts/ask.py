@@ -1,0 +1,187 @@
+"""Asks all hosts of a job at once what they are like.
+
+here ──ssh──> probe on each host      1. facts, and a token in each folder       ─┐
+     <─────── one line of JSON                                                     │ all have answered,
+     ───────> "go on"                 2. whose tokens are there? is rank 0's       │ or time is up
+     <─────── one line of JSON           port reached?                            ─┘
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import secrets
+import shlex
+import sys
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pipeline.cluster.hostfile import Host
+from pipeline.cluster.hosts.probe import MARK
+from pipeline.cluster.hosts.reach import Failure, failure_of, no_client
+from pipeline.cluster.hosts.session import Session, local_command, remote_command, srun_command
+
+# Logins take seconds where a directory service is slow, and nvidia-smi may take most of a minute.
+ANSWER_SECONDS = 75
+_SECOND_ANSWER_SECONDS = 15
+_PROBE = Path(__file__).with_name("probe.py")
+
+
+@dataclass(frozen=True)
+class Question:
+    """What every host is asked.
+
+    Attributes:
+        project: The project's folder.
+        cwd: The folder in which ranks start.
+        files: Files that describe the job.
+        data: Local paths that are trained on.
+        folders: Where the job writes; the first one is the output folder.
+        environment: Variables that the launcher sets for the ranks.
+        address: Of the rendezvous, without a user; "" for none.
+        listen: Port of the rendezvous, tried on the first host. 0: it finds a free one. None: not tried.
+        commands: Programs that the launcher starts on each host.
+    """
+
+    project: str
+    cwd: str
+    files: tuple[str, ...] = ()
+    data: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    address: str = ""
+    listen: int | None = None
+    commands: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class HostReport:
+    """What one host answered.
+
+    Attributes:
+        host: Whom it is about; its `slots` and `devices` are what the job wants.
+        facts: By name, as `pipeline.cluster.hosts.probe.FACTS` gives them; empty without an answer.
+        failure: Why there is no answer; None with one.
+        noise: What its shell printed unasked.
+        clock: Seconds by which its clock is ahead of this machine's, at least; 0 if they may agree.
+        seen: Of each folder, the places in the host list of those whose tokens are there; the place after
+            the last is this machine's.
+        reached: Why it does not reach the rendezvous; None if it does, or was not asked to.
+    """
+
+    host: Host
+    facts: dict[str, Any]
+    failure: Failure | None = None
+    noise: str = ""
+    clock: float = 0.0
+    seen: dict[str, list[int]] = field(default_factory=dict)
+    reached: str | None = None
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What was found out.
+
+    Attributes:
+        here: The machine that asks, and starts the job.
+        hosts: One report for each host, in their order.
+    """
+
+    here: HostReport
+    hosts: tuple[HostReport, ...]
+
+
+Way = Callable[[Host, str], list[str]]
+
+
+def way_to_hosts(launcher: str | None = None, ssh_port: int | None = None) -> Way:
+    """The command that runs a script on another host: as the launcher goes there."""
+    if launcher == "slurm":
+        return lambda host, script: srun_command(host.name, script)
+    return lambda host, script: remote_command(host.name, script, ssh_port)
+
+
+def ask_hosts(
+    hosts: Sequence[Host], question: Question, way: Way, seconds: float = ANSWER_SECONDS
+) -> Answers:
+    """Ask all `hosts`, and this machine, in parallel; the answers after at most about `seconds`."""
+    asked = [*hosts, Host("here", 1)]
+    run = secrets.token_hex(4)
+    talks = []
+    try:
+        for index, host in enumerate(asked):
+            listens = question.listen if index == 0 else None
+            script = _script(replace(question, listen=listens), run, index, seconds)
+            talks.append(_Talk(host, local_command(script) if index == len(hosts) else way(host, script)))
+        deadline = time.monotonic() + seconds
+        for talk in talks:
+            talk.first_answer(deadline)
+        _go_on(talks)
+    finally:
+        for talk in talks:
+            talk.end()
+    return Answers(talks[-1].report, tuple(talk.report for talk in talks[:-1]))
+
+
+def _go_on(talks: Sequence[_Talk]) -> None:
+    """All have left their tokens, and the first one listens, if they do at all: let them look around."""
+    port = talks[0].report.facts.get("port")
+    line = json.dumps({"port": port if isinstance(port, int) else None})
+    for talk in talks:
+        talk.go_on(line)
+    deadline = time.monotonic() + _SECOND_ANSWER_SECONDS
+    for talk in talks:
+        talk.second_answer(deadline)
+
+
+class _Talk:
+    """The exchange with one host; its report grows as it goes on."""
+
+    def __init__(self, host: Host, command: Sequence[str]) -> None:
+        self.report = HostReport(host, {})
+        self._began = time.time()
+        try:
+            self._session: Session | None = Session(command, MARK)
+        except FileNotFoundError:
+            self._session = None
+            self.report = replace(self.report, failure=no_client(command[0]))
+
+    def first_answer(self, deadline: float) -> None:
+        if self._session is not None and (answer := self._session.answer(deadline)) is not None:
+            text, came = answer
+            facts = json.loads(text)
+            began = facts["began"]
+            ahead = min(0.0, began - self._began) or max(0.0, began - came)
+            self.report = replace(self.report, facts=facts, clock=ahead)
+
+    def go_on(self, line: str) -> None:
+        if self._session is not None and self.report.facts:
+            self._session.say(line)
+
+    def second_answer(self, deadline: float) -> None:
+        if self._session is not None and self.report.facts and (answer := self._session.answer(deadline)):
+            self.report = replace(self.report, **json.loads(answer[0]))
+
+    def end(self) -> None:
+        """Close the connection; a host that gave no answer gets its reason."""
+        if self._session is None:
+            return
+        said = self._session.close()
+        failure = None if self.report.facts else failure_of(said)
+        self.report = replace(self.report, failure=failure, noise=said.noise.strip())
+
+
+def _script(question: Question, run: str, index: int, seconds: float) -> str:
+    """One line of sh that runs the probe: with this project's Python, or with any if that is not there."""
+    request = {**asdict(question), "run": run, "index": index, "seconds": int(3 * seconds)}
+    argument = base64.b64encode(json.dumps(request).encode()).decode()
+    packed = base64.b64encode(zlib.compress(_PROBE.read_bytes(), 9)).decode()
+    code = f"import base64,zlib;exec(zlib.decompress(base64.b64decode('{packed}')))"
+    words = f"-I -c {shlex.quote(code)} {argument}"
+    pythons = f"{shlex.quote(sys.executable)} python3"
+    start = f'for p in {pythons}; do command -v "$p" >/dev/null 2>&1 && exec "$p" {words}; done'
+    return f"{start}; echo there is no Python >&2; exit 127"

@@ -1,0 +1,370 @@
+"""What a host is like, found out on the host itself. One file, standard library only, no torch.
+
+It is sent over ssh as an argument and run with ``python -I -c``, so that it needs nothing to be installed and
+no shared file system, and is the same everywhere. It prints one line of JSON, leaves a token in each folder
+that may be shared and listens on the port of the rendezvous; then a line of standard input makes it look for
+the others' tokens and connect to the rendezvous, which it tells in a second line. When its input ends, it
+takes its tokens away and ends.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import pwd
+import random
+import re
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+MARK = "HOST-PROBE:"
+TOKEN = ".host-check-"
+NVIDIA_SMI_SECONDS = 30
+CONNECT_SECONDS = 5
+MOST_FILES = 200_000
+PACKAGES = ("deepspeed", "transformers", "numpy", "datasets", "accelerate")
+GPU_FIELDS = ("index", "name", "memory.total", "memory.free", "driver_version", "compute_cap")
+# Variables that change how a rank computes or finds its peers. None of them is a secret.
+_TELLING = re.compile(r"(NCCL|GLOO|TORCH|CUDA|DS|OMP|UCX|PYTORCH)_[A-Z0-9_]*|LD_LIBRARY_PATH|LD_PRELOAD")
+Request = dict[str, Any]
+
+
+def user(request: Request) -> dict[str, Any]:
+    """Who the login made us."""
+    try:
+        name = pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        name = str(os.getuid())
+    return {"name": name, "home": str(Path.home())}
+
+
+def machine(request: Request) -> dict[str, Any]:
+    """Its own name, its processor, and what tells it from every other running machine."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return {"host": socket.gethostname(), "arch": platform.machine(), "boot": boot}
+
+
+def python(request: Request) -> dict[str, Any]:
+    """The interpreter that runs this."""
+    return {"version": platform.python_version(), "path": sys.executable}
+
+
+def packages(request: Request) -> dict[str, Any]:
+    """Versions, without importing any of them."""
+    found = {name: _version(name) for name in PACKAGES}
+    found["torch"], found["cuda"] = _torch()
+    nccl = [_version(f"nvidia-nccl-cu{major}") for major in (13, 12, 11)]
+    found["nccl"] = next((version for version in nccl if version), None)
+    return found
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _torch() -> tuple[str | None, str | None]:
+    """torch's full version and the CUDA version it is built for, read from its version.py."""
+    try:
+        distribution = importlib.metadata.distribution("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return None, None
+    try:
+        text = Path(str(distribution.locate_file("torch/version.py"))).read_text(encoding="utf-8")
+    except OSError:
+        return distribution.version, None
+    version = re.search(r"^__version__\s*=\s*['\"]([^'\"]+)", text, re.MULTILINE)
+    cuda = re.search(r"^cuda\b[^=\n]*=\s*['\"]([^'\"]+)", text, re.MULTILINE)
+    return version.group(1) if version else distribution.version, cuda.group(1) if cuda else None
+
+
+def project(request: Request) -> dict[str, Any]:
+    """A digest of the code, by path and content; None where the folder is missing."""
+    root = Path(request["project"])
+    digest = hashlib.sha256()
+    code = sorted(path for path in (root / "pipeline").rglob("*.py"))
+    for path in code:
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return {"digest": digest.hexdigest()[:12] if code else None, "cwd": Path(request["cwd"]).is_dir()}
+
+
+def files(request: Request) -> dict[str, Any]:
+    """A digest of each file of the job's description; None where it cannot be read."""
+    return {path: _digest(Path(path)) for path in request["files"]}
+
+
+def _digest(path: Path) -> str | None:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    except OSError:
+        return None
+
+
+def data(request: Request) -> dict[str, Any]:
+    """Of each path: the number of files, their bytes and a digest of names and sizes; None if missing."""
+    return {path: _describe(Path(path)) for path in request["data"]}
+
+
+def _describe(path: Path) -> dict[str, Any] | None:
+    found = sorted(_sizes(path))
+    if not found:
+        return None
+    digest = hashlib.sha256(json.dumps(found).encode()).hexdigest()[:12]
+    return {"files": len(found), "bytes": sum(size for _, size in found), "digest": digest}
+
+
+def _sizes(path: Path) -> Iterator[tuple[str, int]]:
+    if path.is_file():
+        yield path.name, path.stat().st_size
+    elif not path.is_dir():  # the PREFIX of a pair of files
+        pair = [Path(f"{path}{suffix}") for suffix in (".bin", ".idx")]
+        yield from ((each.name, each.stat().st_size) for each in pair if each.is_file())
+    else:
+        inside = (each for each in path.rglob("*") if each.is_file())
+        for each, _ in zip(inside, range(MOST_FILES), strict=False):
+            yield str(each.relative_to(path)), each.stat().st_size
+
+
+def gpus(request: Request) -> dict[str, Any]:
+    """Each GPU as nvidia-smi tells, and the processes on them. "smi" is None where there is no nvidia-smi."""
+    smi = shutil.which("nvidia-smi")
+    driver = Path("/proc/driver/nvidia/version").exists() or any(Path("/dev").glob("nvidia[0-9]*"))
+    answer = {"smi": smi, "driver": driver, "failed": None, "gpus": [], "processes": []}
+    if smi is None:
+        return answer
+    try:
+        rows = _ask(smi, f"--query-gpu={','.join(GPU_FIELDS)}")
+        answer["gpus"] = [{name: row[place] for place, name in enumerate(GPU_FIELDS)} for row in rows]
+        answer["processes"] = _ask(smi, "--query-compute-apps=pid,process_name,used_memory")
+    except subprocess.TimeoutExpired:  # a broken driver makes it hang
+        answer["failed"] = f"nvidia-smi does not answer within {NVIDIA_SMI_SECONDS} s"
+    except subprocess.CalledProcessError as error:
+        answer["failed"] = (error.stdout + error.stderr).decode(errors="replace").strip()[:200]
+    return answer
+
+
+def _ask(smi: str, query: str) -> list[list[str]]:
+    command = [smi, query, "--format=csv,noheader,nounits"]
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, timeout=NVIDIA_SMI_SECONDS, check=True
+    )
+    rows = csv.reader(done.stdout.decode(errors="replace").splitlines())
+    return [[cell.strip() for cell in row] for row in rows if row]
+
+
+def memory(request: Request) -> dict[str, Any]:
+    """Cores that may be used; memory in bytes."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB")}
+    cores = len(os.sched_getaffinity(0))
+    return {"cores": cores, "total": sizes["MemTotal"], "free": sizes["MemAvailable"]}
+
+
+def limits(request: Request) -> dict[str, Any]:
+    """(soft, hard) of each limit, None for no limit; the network cards that need locked memory."""
+    named = {"files": resource.RLIMIT_NOFILE, "locked": resource.RLIMIT_MEMLOCK}
+    found: dict[str, Any] = {name: resource.getrlimit(limit) for name, limit in named.items()}
+    shown = {
+        name: [None if value == resource.RLIM_INFINITY else value for value in pair]
+        for name, pair in found.items()
+    }
+    return {**shown, "rdma": sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))}
+
+
+def shared_memory(request: Request) -> dict[str, Any]:
+    """Space of /dev/shm in bytes."""
+    return _space(Path("/dev/shm"))
+
+
+def folders(request: Request) -> dict[str, Any]:
+    """Of each folder: the nearest one that exists, its free space and kind, and if it can be written."""
+    return {path: _folder(_nearest(path)) for path in request["folders"]}
+
+
+def _folder(nearest: Path) -> dict[str, Any]:
+    writable = os.access(nearest, os.W_OK | os.X_OK)
+    return {**_space(nearest), "nearest": str(nearest), "writable": writable, "type": _file_system(nearest)}
+
+
+def _nearest(path: str) -> Path:
+    return next(each for each in (Path(path), *Path(path).parents) if each.is_dir())
+
+
+def _space(path: Path) -> dict[str, int]:
+    found = os.statvfs(path)
+    return {"total": found.f_blocks * found.f_frsize, "free": found.f_bavail * found.f_frsize}
+
+
+def _file_system(path: Path) -> str:
+    """Its type, such as ext4 or nfs4."""
+    best, kind = Path("/"), "unknown"
+    text = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
+    for line in text.splitlines():
+        before, _, after = line.partition(" - ")
+        mount = Path(before.split()[4].replace("\\040", " "))
+        if mount in (path, *path.parents) and len(mount.parts) >= len(best.parts):
+            best, kind = mount, after.split()[0]
+    return kind
+
+
+def locks(request: Request) -> list[dict[str, Any]]:
+    """Lock files of ops that torch compiles; "held" if a process of this host has the file open.
+
+    The process that compiles keeps its lock open. One that nobody has open was left by a killed process, and
+    every later one waits for it without end.
+    """
+    environ = {**os.environ, **request["environment"]}
+    cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    root = Path(environ.get("TORCH_EXTENSIONS_DIR") or cache / "torch_extensions")
+    found = sorted({*root.glob("*/lock"), *root.glob("*/*/lock")})
+    opened = _opened() if found else set()
+    return [
+        {"path": str(path), "age": time.time() - path.stat().st_mtime, "held": str(path.resolve()) in opened}
+        for path in found
+    ]
+
+
+def _opened() -> set[str]:
+    """Files that processes of this user have open."""
+    opened = set()
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            opened.add(str(link.readlink()))
+        except OSError:  # the process has ended, or is another user's
+            continue
+    return opened
+
+
+def names(request: Request) -> dict[str, Any]:
+    """The addresses of this host's own name and of the rendezvous, as this host resolves them."""
+    return {"own": _addresses(socket.gethostname()), "rendezvous": _addresses(request["address"])}
+
+
+def _addresses(name: str) -> list[str]:
+    try:
+        return sorted({str(found[4][0]) for found in socket.getaddrinfo(name, None)})
+    except OSError:
+        return []
+
+
+def environment(request: Request) -> dict[str, Any]:
+    """What this login sets of the variables that change how ranks compute or find each other."""
+    return {name: value for name, value in sorted(os.environ.items()) if _TELLING.fullmatch(name)}
+
+
+def commands(request: Request) -> dict[str, Any]:
+    """Where each program is that the launcher starts here; None where it is not."""
+    return {name: shutil.which(name) for name in request["commands"]}
+
+
+FACTS = (
+    user, machine, python, packages, project, files, data, gpus, memory, limits, shared_memory, folders,
+    locks, names, environment, commands,
+)  # fmt: skip
+
+
+def ask(request: Request) -> dict[str, Any]:
+    """Every fact by name; {"error": text} for one that could not be found out."""
+    answer: dict[str, Any] = {}
+    for fact in FACTS:
+        try:
+            answer[fact.__name__] = fact(request)
+        except (OSError, ValueError, LookupError, subprocess.SubprocessError) as error:
+            answer[fact.__name__] = {"error": f"{type(error).__name__}: {error}"}
+    return answer
+
+
+def leave_tokens(request: Request) -> list[Path]:
+    """The files made, one in each folder, or in the nearest one that exists."""
+    made = []
+    for path in request["folders"]:
+        token = _nearest(path) / f"{TOKEN}{request['run']}-{request['index']}"
+        try:
+            token.touch(exist_ok=False)
+        except OSError:  # it cannot be written, which its fact says; or two folders are one
+            continue
+        made.append(token)
+    return made
+
+
+def see_tokens(request: Request) -> dict[str, list[int]]:
+    """The places of the hosts whose tokens are in each folder."""
+    seen = {}
+    for path in request["folders"]:
+        tokens = _nearest(path).glob(f"{TOKEN}{request['run']}-*")
+        seen[path] = sorted(int(token.name.rpartition("-")[2]) for token in tokens)
+    return seen
+
+
+def listen(port: int | None) -> tuple[socket.socket | None, int | str | None]:
+    """A listening socket and its port, or None and the reason.
+
+    Port 0 is a free one below those given to outgoing connections, so that nobody takes it before the job.
+    """
+    if port is None:
+        return None, None
+    reason = ""
+    for tried in [port] if port else random.SystemRandom().sample(range(15_000, 32_768), 50):
+        try:
+            return socket.create_server(("", tried)), tried
+        except OSError as error:
+            reason = error.strerror or str(error)
+    return None, reason
+
+
+def connect(address: str, port: int) -> str | None:
+    """None if the rendezvous answers, else why not."""
+    try:
+        socket.create_connection((address, port), CONNECT_SECONDS).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def say(answer: dict[str, Any]) -> None:
+    """One answer, in one write."""
+    sys.stdout.write(f"{MARK}{json.dumps(answer)}\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Answer, wait for the word that all have, look for the others, and leave nothing behind."""
+    began = time.time()
+    request = json.loads(base64.b64decode(sys.argv[1]))
+    # A connection that is cut without a word would leave this waiting, and listening, for ever.
+    signal.signal(signal.SIGALRM, lambda *_: sys.exit("nobody asked for the rest"))
+    signal.alarm(request["seconds"])
+    tokens = leave_tokens(request)
+    server, port = listen(request["listen"])
+    try:
+        say({**ask(request), "began": began, "port": port})
+        line = sys.stdin.readline()
+        if line:
+            told = json.loads(line)
+            reached = connect(request["address"], told["port"]) if told["port"] else None
+            say({"seen": see_tokens(request), "reached": reached})
+            sys.stdin.readline()
+    finally:
+        for token in tokens:
+            token.unlink(missing_ok=True)
+        if server is not None:
+            server.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""Checks of folders, clocks, names and the rendezvous, and of the exchange itself."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+from pipeline.cluster.hosts.ask import HostReport
+from pipeline.cluster.hosts.judge import Check, Survey, Wrong, each, failed, few, known, size
+
+# Logs of hosts whose clocks differ by more cannot be read side by side; object stores refuse requests that
+# are minutes off.
+CLOCK_WARNING_SECONDS, CLOCK_ERROR_SECONDS = 2.0, 60.0
+
+
+def _folder_test(report: HostReport, survey: Survey) -> Wrong | None:
+    for place, (path, found) in enumerate(report.facts["folders"].items()):
+        needed = survey.output_bytes if place == 0 else survey.cache_bytes
+        if not found["writable"]:
+            rule = f"{path} cannot be made: {found['nearest']} may not be written"
+            return Wrong(report.host.name, path, rule, "See to its permissions, or name another folder")
+        if found["free"] < needed:
+            rule = f"{size(found['free'])} are free at {found['nearest']}, and the job needs {size(needed)}"
+            return Wrong(report.host.name, path, rule)
+    return None
+
+
+def _show_folders(found: dict[str, Any]) -> str:
+    return "; ".join(f"{size(each['free'])} free ({each['type']})" for each in found.values())
+
+
+def file_systems(survey: Survey) -> list[list[str]]:
+    """The hosts whose output folders are one file system, group by group."""
+    groups: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    here = len(survey.hosts)
+    for report in survey.hosts:
+        if seen := next(iter(report.seen.values()), None):
+            groups[tuple(place for place in seen if place != here)].append(report.host.name)
+    return list(groups.values())
+
+
+def _partly_shared(check: Check, survey: Survey) -> Iterator[Wrong]:
+    groups = file_systems(survey)
+    if len(groups) < 2 or all(len(group) == 1 for group in groups):
+        return
+    largest = max(groups, key=len)
+    for group in groups:
+        if group is not largest:
+            for name in group:
+                yield Wrong(name, "its own", f"the output folder of {few(largest)} is another file system")
+
+
+def _show_sharing(report: HostReport) -> str:
+    seen = next(iter(report.seen.values()), [])
+    return "" if not seen else "its own" if len(seen) == 1 else "shared"
+
+
+def _locks(report: HostReport, survey: Survey) -> Wrong | None:
+    held = {lock["path"] for other in survey.hosts for lock in _locks_of(other) if lock["held"]}
+    stale = [lock for lock in _locks_of(report) if lock["path"] not in held]
+    if not stale:
+        return None
+    value = ", ".join(f"{lock['path']} ({lock['age'] / 60:.0f} min old)" for lock in stale[:3])
+    rule = "no process holds this lock of a compiled op any more, and every job would wait for it for ever"
+    paths = " ".join(lock["path"] for lock in stale)
+    return Wrong(report.host.name, value, rule, f"On {{host}}: rm {paths}")
+
+
+def _locks_of(report: HostReport) -> list[dict[str, Any]]:
+    return [] if failed(report.facts, "locks") else report.facts["locks"]
+
+
+def _clock(report: HostReport, survey: Survey) -> Wrong | None:
+    ahead = report.clock
+    if abs(ahead) <= CLOCK_WARNING_SECONDS:
+        return None
+    rule = f"its clock is {abs(ahead):,.0f} s {'ahead of' if ahead > 0 else 'behind'} this machine's"
+    severity = "error" if abs(ahead) > CLOCK_ERROR_SECONDS else "warning"
+    return Wrong(report.host.name, f"{ahead:+,.0f} s", rule, None, severity)
+
+
+def _own_name(report: HostReport, survey: Survey) -> Wrong | None:
+    """gloo listens on the address of the host's name, and tells the others to come there."""
+    own = report.facts["names"]["own"]
+    if len(survey.hosts) == 1 or survey.interface or not own or not all(map(_is_loopback, own)):
+        return None
+    name = report.facts["machine"].get("host", "")
+    rule = f"the host takes its own name ({name}) for {own[0]}, where no other host reaches it"
+    remedy = f"In its /etc/hosts give {name} the address of its network, not 127.0.1.1"
+    return Wrong(report.host.name, own[0], rule, remedy)
+
+
+def _rendezvous_name(report: HostReport, survey: Survey) -> Wrong | None:
+    found = report.facts["names"]["rendezvous"]
+    if len(survey.hosts) == 1 or not survey.address:
+        return None
+    if not found:
+        remedy = f"Add {survey.address} to its /etc/hosts or to DNS, or give --master_addr ADDRESS"
+        return Wrong(
+            report.host.name, "unknown", f"it cannot resolve {survey.address}, where rank 0 is", remedy
+        )
+    if report is not survey.hosts[0] and all(map(_is_loopback, found)):
+        rule = f"it takes {survey.address}, where rank 0 is, for itself ({found[0]})"
+        return Wrong(
+            report.host.name, found[0], rule, "Correct its /etc/hosts, or give --master_addr ADDRESS"
+        )
+    return None
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _port(check: Check, survey: Survey) -> Iterator[Wrong]:
+    """The first host must be free to listen, and all must come through to it."""
+    if not survey.hosts:
+        return
+    first, name = survey.hosts[0], survey.hosts[0].host.name
+    port = first.facts.get("port")
+    if isinstance(port, str):
+        remedy = "Give another port with --master_port, or end the job that listens there"
+        yield Wrong(name, port, "rank 0 cannot listen on the port of the rendezvous", remedy)
+    for report in known(check, survey):
+        if report.reached is not None:
+            rule = f"it does not reach rank 0 at {survey.address}, port {port}"
+            yield Wrong(report.host.name, report.reached, rule)
+
+
+def _show_reach(report: HostReport) -> str:
+    port = report.facts.get("port")
+    listening = f"listens on {port}" if isinstance(port, int) else ""
+    return listening or ("cut off" if report.reached else "")
+
+
+def _one_machine(check: Check, survey: Survey) -> Iterator[Wrong]:
+    named: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for report in known(check, survey):
+        named[report.facts["machine"]["host"], report.facts["machine"]["boot"]].append(report.host.name)
+    for (own, _), names in named.items():
+        for name in names[1:]:
+            yield Wrong(name, own, f"is the same machine as {names[0]}: its devices would be used twice")
+
+
+def _noise(report: HostReport, survey: Survey) -> Wrong | None:
+    if not report.noise:
+        return None
+    line = report.noise.splitlines()[0][:80]
+    return Wrong(report.host.name, line, "its shell prints this at every login, between the job's lines")
+
+
+def _lost(report: HostReport, survey: Survey) -> Wrong | None:
+    if report.seen or not report.facts["folders"]:
+        return None
+    return Wrong(report.host.name, "silent", "it answered once, and then no more: the connection was lost")
+
+
+SYSTEM = (
+    Check(
+        "free disk", "folders", _show_folders, (each(_folder_test),),
+        "Make room, or name another folder (--output_dir, --cache_dir)",
+    ),
+    Check(
+        "output folder", "", _show_sharing, (_partly_shared,),
+        "Mount it on all hosts, or on none", "warning",
+    ),
+    Check(
+        "compiled ops", "locks", lambda found: f"{len(found)} locked" if found else "", (each(_locks),), "",
+    ),
+    Check(
+        "clock", "", lambda report: f"{report.clock:+.0f} s" if abs(report.clock) >= 1 else "right",
+        (each(_clock),), "Set it: chronyd or systemd-timesyncd on every host",
+    ),
+    Check(
+        "own name", "names", lambda found: few(found["own"]), (each(_own_name), each(_rendezvous_name)), "",
+    ),
+    Check(
+        "rendezvous", "", _show_reach, (_port,),
+        "Open the port between the hosts, or give --master_addr ADDRESS in the network that they share",
+    ),
+    Check(
+        "machine", "machine", lambda found: found["host"], (_one_machine,),
+        "Keep one line per machine in the hostfile",
+    ),
+    Check("shell", "", lambda report: "noisy" if report.noise else "", (each(_noise),),
+        "Move it in the start-up file behind a test for an interactive shell", "warning",
+    ),
+    Check("connection", "", lambda report: "", (each(_lost),), "Try again; ping {host}"),
+)  # fmt: skip
