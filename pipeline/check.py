@@ -11,14 +11,17 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from pipeline.checkpoints.resume import examine_resume
+from pipeline.cluster.hosts.host_check import HostCheck, check_hosts
+from pipeline.cluster.hosts.table import hosts_table
 from pipeline.cluster.launcher_options import (
     LauncherOptions,
     launcher_parser,
     launcher_problems,
     split_arguments,
 )
-from pipeline.cluster.world import resolve_world
+from pipeline.cluster.world import World, resolve_world
 from pipeline.job.options import CheckOptions, Options, parse_options
+from pipeline.job.parameters import total_parameters
 from pipeline.job.problems import EXIT_FINISHED, EXIT_WRONG_JOB, JobError
 from pipeline.job.report import console, describe, print_problems, verdict
 from pipeline.job.resolve import Draft, examine
@@ -36,6 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_problems(console(stderr=True), error.problems)
         return EXIT_WRONG_JOB
     draft = check(options, launcher, options.world_size)
+    if options.hosts and draft.world is not None:
+        draft, found = check_with_hosts(draft, launcher)
+        console().print(hosts_table(found))
     print_draft(draft)
     return EXIT_FINISHED if draft.job is not None else EXIT_WRONG_JOB
 
@@ -58,12 +64,14 @@ def read_arguments(
     return launcher, parse_options(job_arguments, kind, program), job_arguments
 
 
-def check(options: Options, launcher: LauncherOptions, world_size: int | None = None) -> Draft:
+def check(
+    options: Options, launcher: LauncherOptions, world_size: int | None = None, world: World | None = None
+) -> Draft:
     """Everything that can be known of a job, with all its problems: those of the launcher's options, the
-    world, the job, and the checkpoint it would resume from."""
+    world, the job, and the checkpoint it would resume from. `world` is used instead of resolving one."""
     filters = (launcher.include, launcher.exclude, launcher.num_nodes, launcher.num_gpus)
     try:
-        draft = examine(options, resolve_world(launcher.hostfile, *filters, world_size))
+        draft = examine(options, world or resolve_world(launcher.hostfile, *filters, world_size))
     except JobError as error:
         draft = examine(options, None, error.problems)
     draft.problems += launcher_problems(launcher)
@@ -74,6 +82,24 @@ def check(options: Options, launcher: LauncherOptions, world_size: int | None = 
     if draft.errors:
         draft.job = None
     return draft
+
+
+def check_with_hosts(draft: Draft, launcher: LauncherOptions) -> tuple[Draft, HostCheck]:
+    """The draft again, for the devices that its hosts turn out to have, with the problems of the hosts."""
+    known = {}
+
+    def checkpoint_bytes(world: World) -> int:
+        known["draft"] = check(draft.options, launcher, world=world)
+        model = known["draft"].model
+        # fp32 weights and two moments, and a copy of the weights in 2 bytes.
+        return 14 * total_parameters(model, padded=True) if model else 0
+
+    found = check_hosts(draft.world, launcher, draft.options, checkpoint_bytes)
+    draft = known["draft"]
+    draft.problems += [each.problem for each in found.problems]
+    if draft.errors:
+        draft.job = None
+    return draft, found
 
 
 def print_draft(draft: Draft, stderr: bool = False) -> None:

@@ -125,6 +125,14 @@ def training_paths(options: Options) -> tuple[str, ...]:
     return tuple(path for source in known_sources(options) for path in source.paths)
 
 
+def validation_paths(options: Options) -> tuple[str, ...]:
+    """Paths of all validation sets; none where their description is wrong, which `source_problems` says."""
+    try:
+        return tuple(path for each in validation_sets(options) for path in each.paths)
+    except JobError:
+        return ()
+
+
 def _weighted(entry: str) -> tuple[str, Fraction] | None:
     """PATH and WEIGHT of an entry that has both. A file whose name ends in =NUMBER is a path, and so is an
     address with a query."""

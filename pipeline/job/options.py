@@ -112,7 +112,7 @@ class Options:
 
 
 # These describe one call, not the run: they are not saved.
-_OF_ONE_CALL = frozenset({"print_config", "config", "deepspeed", "local_rank", "world_size"})
+_OF_ONE_CALL = frozenset({"print_config", "config", "deepspeed", "local_rank", "world_size", "hosts"})
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,8 @@ class CheckOptions(Options):
 
     world_size: int | None = None
     """Check for this many ranks on one host, whatever this machine has."""
+    hosts: bool = False
+    """Go to every host of the hostfile as well, over ssh, and compare what is there."""
 
 
 O = TypeVar("O", bound=Options)  # noqa: E741

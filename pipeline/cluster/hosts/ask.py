@@ -28,6 +28,8 @@ from pipeline.cluster.hosts.session import Session, local_command, remote_comman
 # Logins take seconds where a directory service is slow, and nvidia-smi may take most of a minute.
 ANSWER_SECONDS = 75
 _SECOND_ANSWER_SECONDS = 15
+# A shell's start-up file that reads a line would take the probe's. Under the launcher it reads nothing.
+_ANSWERS_TO_PROMPTS = "\n\n"
 _PROBE = Path(__file__).with_name("probe.py")
 
 
@@ -146,6 +148,7 @@ class _Talk:
         self._began = time.time()
         try:
             self._session: Session | None = Session(command, MARK)
+            self._session.say(_ANSWERS_TO_PROMPTS)
         except FileNotFoundError:
             self._session = None
             self.report = replace(self.report, failure=no_client(command[0]))

@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline.cluster.drivers import driver_needed
 from pipeline.cluster.hosts.ask import HostReport
-from pipeline.cluster.hosts.judge import Check, Survey, Wrong, alike, each, failed, size
+from pipeline.cluster.hosts.judge import Check, Survey, Wrong, alike_where_there, each, failed, size
 
 # A GPU of which less is free is used by somebody else; a driver and a desktop take a few percent.
 FREE_SHARE = 0.9
@@ -150,7 +150,7 @@ HARDWARE = (
     ),
     Check(
         "driver", "gpus", lambda found: found["gpus"][0]["driver_version"] if found["gpus"] else "",
-        (alike, each(_old_driver)), "Install one driver on all hosts", "warning",
+        (alike_where_there, each(_old_driver)), "Install one driver on all hosts", "warning",
     ),
     Check(
         "free GPU memory", "gpus", _show_free, (each(_occupied),),

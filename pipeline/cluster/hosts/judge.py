@@ -37,7 +37,8 @@ class Survey:
 
     @property
     def hosts(self) -> tuple[HostReport, ...]:
-        return self.answers.hosts
+        """Those that answered."""
+        return tuple(report for report in self.answers.hosts if report.failure is None)
 
     @property
     def here(self) -> Mapping[str, Any]:
@@ -47,7 +48,7 @@ class Survey:
 
 @dataclass(frozen=True)
 class Wrong:
-    """What is wrong with one host. A remedy or severity of None is the check's own; ``{host}`` is the host."""
+    """What is wrong with one host. A remedy or severity of None is the check's own; {host} is the host."""
 
     host: str
     value: str
@@ -120,7 +121,16 @@ def as_here(check: Check, survey: Survey) -> Iterator[Wrong]:
 
 def alike(check: Check, survey: Survey) -> Iterator[Wrong]:
     """All hosts must have the same: what this machine has, if one of them has that, else what most have."""
+    return _compare(check, survey, {report.host.name: check.value(report) for report in known(check, survey)})
+
+
+def alike_where_there(check: Check, survey: Survey) -> Iterator[Wrong]:
+    """The same, among the hosts that have the thing at all."""
     values = {report.host.name: check.value(report) for report in known(check, survey)}
+    return _compare(check, survey, {name: value for name, value in values.items() if value})
+
+
+def _compare(check: Check, survey: Survey, values: Mapping[str, str]) -> Iterator[Wrong]:
     if len(set(values.values())) < 2:
         return
     here = check.value(survey.answers.here)
@@ -153,7 +163,7 @@ def few(names: Iterable[str]) -> str:
 def size(number: float) -> str:
     """Bytes for a person: ``1.5 GiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1024:
+        if number < 1000:
             return f"{number:.3g} {unit}"
         number /= 1024
     return f"{number:.3g} TiB"

@@ -323,7 +323,7 @@ def listen(port: int | None) -> tuple[socket.socket | None, int | str | None]:
         try:
             return socket.create_server(("", tried)), tried
         except OSError as error:
-            reason = error.strerror or str(error)
+            reason = _why(error)
     return None, reason
 
 
@@ -332,8 +332,13 @@ def connect(address: str, port: int) -> str | None:
     try:
         socket.create_connection((address, port), CONNECT_SECONDS).close()
     except OSError as error:
-        return error.strerror or str(error)
+        return _why(error)
     return None
+
+
+def _why(error: OSError) -> str:
+    """Without what Python adds to the system's words; name resolution has words of its own."""
+    return os.strerror(error.errno) if (error.errno or 0) > 0 else str(error)
 
 
 def say(answer: dict[str, Any]) -> None:
@@ -353,7 +358,8 @@ def main() -> None:
     server, port = listen(request["listen"])
     try:
         say({**ask(request), "began": began, "port": port})
-        line = sys.stdin.readline()
+        # The empty ones were for prompts of the shell.
+        line = next((line for line in sys.stdin if line.strip()), "")
         if line:
             told = json.loads(line)
             reached = connect(request["address"], told["port"]) if told["port"] else None

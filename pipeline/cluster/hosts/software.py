@@ -64,6 +64,8 @@ def _told(found: Any) -> str:
 
 def _show_paths(found: dict[str, Any]) -> str:
     missing = sum(value is None for value in found.values())
+    if not found:
+        return ""
     return f"{len(found)} described" + (f", {missing} missing" if missing else "")
 
 
@@ -91,7 +93,10 @@ SOFTWARE = (
         "Python", "python", lambda python: f"{python['version']} {python['path']}", (as_here,),
         "Make the environment there at the same path: ./launch.sh --setup_only",
     ),
-    Check("torch", "packages", _package("torch"), (alike, each(_missing_torch), each(_cpu_build)), _SAME_VERSION),
+    Check(
+        "torch", "packages", _package("torch"), (alike, each(_missing_torch), each(_cpu_build)),
+        _SAME_VERSION,
+    ),
     Check("CUDA of torch", "packages", _package("cuda"), (alike,), _SAME_VERSION),
     Check("NCCL", "packages", _package("nccl"), (alike,), _SAME_VERSION),
     Check("deepspeed", "packages", _package("deepspeed"), (as_here,), _SAME_VERSION),
@@ -108,8 +113,8 @@ SOFTWARE = (
         "Copy it to the same path there, or keep it on a shared file system",
     ),
     Check(
-        "environment", "environment", lambda found: " ".join(f"{name}={value}" for name, value in found.items()),
-        (alike,), "Set it on all hosts or on none, in the start-up file of the shell or in sshd's configuration",
+        "environment", "environment", lambda found: " ".join("=".join(pair) for pair in found.items()),
+        (alike,), "Set it on all hosts or on none, where logins get it: the shell's start-up file, or sshd's",
         "warning",
     ),
 )  # fmt: skip

@@ -34,7 +34,7 @@ def _show_folders(found: dict[str, Any]) -> str:
 def file_systems(survey: Survey) -> list[list[str]]:
     """The hosts whose output folders are one file system, group by group."""
     groups: dict[tuple[int, ...], list[str]] = defaultdict(list)
-    here = len(survey.hosts)
+    here = len(survey.answers.hosts)
     for report in survey.hosts:
         if seen := next(iter(report.seen.values()), None):
             groups[tuple(place for place in seen if place != here)].append(report.host.name)
@@ -84,7 +84,7 @@ def _clock(report: HostReport, survey: Survey) -> Wrong | None:
 def _own_name(report: HostReport, survey: Survey) -> Wrong | None:
     """gloo listens on the address of the host's name, and tells the others to come there."""
     own = report.facts["names"]["own"]
-    if len(survey.hosts) == 1 or survey.interface or not own or not all(map(_is_loopback, own)):
+    if len(survey.answers.hosts) == 1 or survey.interface or not own or not all(map(_is_loopback, own)):
         return None
     name = report.facts["machine"].get("host", "")
     rule = f"the host takes its own name ({name}) for {own[0]}, where no other host reaches it"
@@ -94,14 +94,14 @@ def _own_name(report: HostReport, survey: Survey) -> Wrong | None:
 
 def _rendezvous_name(report: HostReport, survey: Survey) -> Wrong | None:
     found = report.facts["names"]["rendezvous"]
-    if len(survey.hosts) == 1 or not survey.address:
+    if len(survey.answers.hosts) == 1 or not survey.address:
         return None
     if not found:
         remedy = f"Add {survey.address} to its /etc/hosts or to DNS, or give --master_addr ADDRESS"
         return Wrong(
             report.host.name, "unknown", f"it cannot resolve {survey.address}, where rank 0 is", remedy
         )
-    if report is not survey.hosts[0] and all(map(_is_loopback, found)):
+    if report is not survey.answers.hosts[0] and all(map(_is_loopback, found)):
         rule = f"it takes {survey.address}, where rank 0 is, for itself ({found[0]})"
         return Wrong(
             report.host.name, found[0], rule, "Correct its /etc/hosts, or give --master_addr ADDRESS"
@@ -115,13 +115,11 @@ def _is_loopback(address: str) -> bool:
 
 def _port(check: Check, survey: Survey) -> Iterator[Wrong]:
     """The first host must be free to listen, and all must come through to it."""
-    if not survey.hosts:
-        return
-    first, name = survey.hosts[0], survey.hosts[0].host.name
+    first = survey.answers.hosts[0]
     port = first.facts.get("port")
     if isinstance(port, str):
         remedy = "Give another port with --master_port, or end the job that listens there"
-        yield Wrong(name, port, "rank 0 cannot listen on the port of the rendezvous", remedy)
+        yield Wrong(first.host.name, port, "rank 0 cannot listen on the port of the rendezvous", remedy)
     for report in known(check, survey):
         if report.reached is not None:
             rule = f"it does not reach rank 0 at {survey.address}, port {port}"
@@ -130,8 +128,9 @@ def _port(check: Check, survey: Survey) -> Iterator[Wrong]:
 
 def _show_reach(report: HostReport) -> str:
     port = report.facts.get("port")
-    listening = f"listens on {port}" if isinstance(port, int) else ""
-    return listening or ("cut off" if report.reached else "")
+    if port is not None:
+        return f"listens on {port}" if isinstance(port, int) else "port taken"
+    return "not reached" if report.reached else ""
 
 
 def _one_machine(check: Check, survey: Survey) -> Iterator[Wrong]:
@@ -148,6 +147,14 @@ def _noise(report: HostReport, survey: Survey) -> Wrong | None:
         return None
     line = report.noise.splitlines()[0][:80]
     return Wrong(report.host.name, line, "its shell prints this at every login, between the job's lines")
+
+
+def _programs(report: HostReport, survey: Survey) -> Wrong | None:
+    missing = [name for name, path in report.facts["commands"].items() if path is None]
+    if not missing:
+        return None
+    rule = "the launcher starts it there, and it is not on the PATH of logins"
+    return Wrong(report.host.name, ", ".join(missing), rule)
 
 
 def _lost(report: HostReport, survey: Survey) -> Wrong | None:
@@ -185,6 +192,10 @@ SYSTEM = (
     ),
     Check("shell", "", lambda report: "noisy" if report.noise else "", (each(_noise),),
         "Move it in the start-up file behind a test for an interactive shell", "warning",
+    ),
+    Check(
+        "launcher", "commands", lambda found: ", ".join(name for name, path in found.items() if path),
+        (each(_programs),), "Install this machine's version of the launcher on {host}, at the same path",
     ),
     Check("connection", "", lambda report: "", (each(_lost),), "Try again; ping {host}"),
 )  # fmt: skip

@@ -1,0 +1,120 @@
+"""The check goes to real hosts: what is fine, every way not to get there, and what differs there."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from pipeline.cluster.hostfile import Host
+from pipeline.cluster.hosts.ask import Question, ask_hosts, way_to_hosts
+from tests.hosts import Hosts
+
+pytestmark = pytest.mark.multihost
+PROJECT = Path(__file__).resolve().parents[2]
+SETTINGS = PROJECT / "pipeline" / "job" / "settings.py"
+
+
+def check(hosts: Hosts, *arguments: str | Path, names: Sequence[str] | None = None) -> tuple[int, str]:
+    """Exit code and output, blanks made one, of the check on the login host."""
+    command = [sys.executable, "-m", "pipeline.check", "--hosts", "--output_dir", hosts.folder / "run"]
+    command += ["--hostfile", hosts.write_hostfile(2, names), *arguments]
+    done = hosts.run("h0", command, timeout=60, cwd=PROJECT)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, " ".join((done.stdout + done.stderr).split())
+
+
+def test_healthy_hosts_can_start_and_nothing_stays_behind(hosts: Hosts) -> None:
+    code, shown = check(hosts)
+    assert code == 0, shown
+    for text in (
+        "reachable 2 of 2 ok",
+        "user root ok",
+        "output folder shared ok",
+        "rendezvous listens on 29500: h1 ok",
+        # The hosts have no GPUs, which only they could tell.
+        "4 on h1 x 2, h2 x 2; cpu",
+        "This job can start.",
+    ):
+        assert text in shown, shown
+    assert list(hosts.folder.iterdir()) == []
+    assert hosts.processes("h1") == hosts.processes("h2") == []
+
+
+REACHED = {
+    "wrong_host_key": ("key changed", "its ssh host key is not the one in known_hosts", "ssh-keygen -R h2"),
+    "unknown_host_key": ("unknown key", "nobody is asked during a start", "ssh h2"),
+    "password": ("asks", "it would ask for a password", "ssh-copy-id h2"),
+    "unresolvable": ("unknown name", "its name cannot be resolved", "/etc/hosts"),
+    "refused": ("refused", "no ssh server listens", "Start sshd on h2"),
+    "down": ("no route|timed out", "it", "h2|switched on"),
+    "silent": ("timed out", "it is down, or a firewall drops the packets", "--exclude h2"),
+}
+
+
+@pytest.mark.parametrize("kind", REACHED)
+def test_a_host_that_is_not_reached_says_why(hosts: Hosts, kind: str) -> None:
+    kinds, rule, remedy = REACHED[kind]
+    with hosts.ssh_trouble("h2", kind):
+        code, shown = check(hosts)
+    assert code == 2
+    assert "reachable 1 of 2 error" in shown
+    assert any(f"error: h2: reachable = '{each}':" in shown for each in kinds.split("|")), shown
+    assert rule in shown and any(each in shown for each in remedy.split("|"))
+    assert "This job cannot start: 1 error." in shown
+
+
+def test_what_differs_on_a_host_is_named(make_hosts) -> None:
+    hosts = make_hosts(2)
+    hosts.replace_file("h2", SETTINGS, SETTINGS.read_text() + "\n# changed\n")
+    lock = hosts.path("h2", "/run/home/.cache/torch_extensions/py311_cpu/op/lock")
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    assert hosts.run("h2", ["sh", "-c", "echo 127.0.1.1 h2 > /etc/hosts"], timeout=5).returncode == 0
+    (hosts.path("h1", "/run/home") / ".bashrc").write_text(
+        "echo Welcome to h1\nread -p 'Continue? ' answer\n"
+    )
+    busy = "import socket, time; s = socket.create_server(('', 29500)); time.sleep(60)"
+    server = hosts.start("h1", [sys.executable, "-c", busy])
+    hosts.wait_until(lambda: hosts.run("h1", ["bash", "-c", "</dev/tcp/h1/29500"], 5).returncode == 0, 10)
+    code, shown = check(hosts)
+    server.kill()
+    assert code == 2
+    for text in (
+        "error: h2: code = ",
+        "error: h2: compiled ops = '/run/home/.cache/torch_extensions/py311_cpu/op/lock",
+        "On h2: rm /run/home/.cache/torch_extensions/py311_cpu/op/lock",
+        "error: h2: own name = '127.0.1.1': the host takes its own name (h2) for 127.0.1.1",
+        "error: h2: own name = 'unknown': it cannot resolve h1, where rank 0 is",
+        "error: h1: rendezvous = 'Address already in use'",
+        "warning: h1: shell = 'Welcome to h1'",
+        "This job cannot start: 5 errors.",
+    ):
+        assert text in shown, shown
+
+
+def test_separate_disks_and_a_full_one(make_hosts) -> None:
+    hosts = make_hosts(2, shared=False, disk=64 * 2**20)
+    code, shown = check(hosts)
+    assert code == 0 and "output folder its own ok" in shown, shown
+    hosts.fill_disk("h2")
+    code, shown = check(hosts)
+    assert code == 2
+    assert "error: h2: free disk = " in shown and "0 B are free" in shown, shown
+
+
+def test_a_host_that_never_answers_is_given_up(make_hosts) -> None:
+    """A start-up file that waits longer than the check does."""
+    hosts = make_hosts(1)
+    (hosts.path("h1", "/run/home") / ".bashrc").write_text("sleep 30\n")
+    script = "from tests.cluster.test_hosts_over_ssh import ask_once; ask_once()"
+    done = hosts.run("h0", [sys.executable, "-c", script], timeout=30, cwd=PROJECT)
+    assert done.stdout.split() == ["no", "answer"], done.stderr
+
+
+def ask_once() -> None:
+    """On the login host: print why h1 gave no answer."""
+    answers = ask_hosts([Host("h1", 1)], Question("/", "/"), way_to_hosts(), seconds=2)
+    print(answers.hosts[0].failure.kind)
