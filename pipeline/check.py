@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from pipeline.checkpoints.resume import examine_resume
-from pipeline.cluster.hosts.host_check import HostCheck, check_hosts
+from pipeline.cluster.hosts.host_check import HostCheck, ask_job_hosts
 from pipeline.cluster.hosts.table import hosts_table
 from pipeline.cluster.launcher_options import (
     LauncherOptions,
@@ -86,16 +86,11 @@ def check(
 
 def check_with_hosts(draft: Draft, launcher: LauncherOptions) -> tuple[Draft, HostCheck]:
     """The draft again, for the devices that its hosts turn out to have, with the problems of the hosts."""
-    known = {}
-
-    def checkpoint_bytes(world: World) -> int:
-        known["draft"] = check(draft.options, launcher, world=world)
-        model = known["draft"].model
-        # fp32 weights and two moments, and a copy of the weights in 2 bytes.
-        return 14 * total_parameters(model, padded=True) if model else 0
-
-    found = check_hosts(draft.world, launcher, draft.options, checkpoint_bytes)
-    draft = known["draft"]
+    asked = ask_job_hosts(draft.world, launcher, draft.options)
+    draft = check(draft.options, launcher, world=asked.world)
+    # fp32 weights and two moments, and a copy of the weights in 2 bytes.
+    needed = 14 * total_parameters(draft.model, padded=True) if draft.model else 0
+    found = asked.judge(needed)
     draft.problems += [each.problem for each in found.problems]
     if draft.errors:
         draft.job = None

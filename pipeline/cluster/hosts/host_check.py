@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -93,18 +93,37 @@ class HostCheck:
         return file_systems(self.survey)
 
 
-def check_hosts(
+@dataclass(frozen=True)
+class AskedHosts:
+    """The answers of a job's hosts, before they are judged.
+
+    Attributes:
+        world: The job's world with the devices that the hosts have.
+        survey: Every answer.
+        problems: Of this machine, which starts the job.
+    """
+
+    world: World
+    survey: Survey
+    problems: tuple[Problem, ...]
+
+    def judge(self, output_bytes: int) -> HostCheck:
+        """What is wrong, for a job that writes `output_bytes` at a time into its output folder."""
+        survey = replace(self.survey, output_bytes=output_bytes)
+        mine = [HostProblem("launcher", (), problem) for problem in self.problems]
+        return HostCheck(self.world, survey, (*mine, *host_problems(survey)))
+
+
+def ask_job_hosts(
     world: World,
     launcher: LauncherOptions,
     options: Options,
-    output_bytes: Callable[[World], int] = lambda world: 0,
     environ: Mapping[str, str] = os.environ,
     seconds: float = ANSWER_SECONDS,
-) -> HostCheck:
-    """Ask every host of `world`, in parallel, and judge the answers; never asks the user anything.
+) -> AskedHosts:
+    """Ask every host of `world` what it is like, in parallel; never asks the user anything.
 
     Args:
-        output_bytes: Space that the job on a world, the one with the hosts' devices, needs for its output.
         environ: Of the launch; DS_ACCELERATOR decides, as it does in ranks.
         seconds: After which a host that has not answered is given up.
     """
@@ -115,13 +134,15 @@ def check_hosts(
     question = ask_about(world, launcher, options, exported)
     answers = ask_hosts(world.hosts, question, _way(world, launcher), seconds)
     found = world_found(world, answers, environ)
-    cache_bytes = int(options.cache_size * 1e9) if len(question.folders) > 1 else 0
     survey = Survey(
-        answers, found.device, output_bytes(found), cache_bytes, world.size, question.address,
-        exported.get("GLOO_SOCKET_IFNAME"),
-    )  # fmt: skip
-    mine = [HostProblem("launcher", (), problem) for problem in problems]
-    return HostCheck(found, survey, (*mine, *host_problems(survey)))
+        answers,
+        found.device,
+        cache_bytes=int(options.cache_size * 1e9) if len(question.folders) > 1 else 0,
+        world_size=world.size,
+        address=question.address,
+        interface=exported.get("GLOO_SOCKET_IFNAME"),
+    )
+    return AskedHosts(found, survey, tuple(problems))
 
 
 def ask_about(
