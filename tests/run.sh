@@ -7,7 +7,7 @@
 # As root on Debian or Ubuntu it also installs the packages below, for tests that train over several hosts inside
 # this machine. Where that fails, those tests are skipped and say why.
 set -euo pipefail
-packages=(openssh-server pdsh iproute2 procps openmpi-bin)
+packages=(openssh-server pdsh iproute2 procps openmpi-bin mpich slurm-wlm munge)
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 cd "$root"

@@ -40,6 +40,8 @@ _REQUIRED = (*_PLACE, "MASTER_ADDR", "MASTER_PORT")
 _LOCAL_SIZES = ("LOCAL_SIZE", "LOCAL_WORLD_SIZE")
 # Set by the deepspeed launcher (with LOCAL_SIZE), and by torchrun and accelerate, and by nobody else.
 _LAUNCHER_SIGNS = ("CROSS_RANK", "TORCHELASTIC_RUN_ID")
+# accelerate's own start of a single process sets the first; for more than one process also the second.
+_SEVERAL_BY_ACCELERATE = ("ACCELERATE_MIXED_PRECISION", "MASTER_ADDR")
 _ANY_LAUNCHER = "Start with deepspeed, torchrun, mpirun or srun, which set it"
 
 
@@ -91,6 +93,10 @@ def read_rank_environment(environ: Mapping[str, str] = os.environ) -> RankEnviro
     if managers:
         return _checked(_from_manager(managers[0], environ))
     if not any(name in environ for name in _PLACE):
+        if all(name in environ for name in _SEVERAL_BY_ACCELERATE):
+            rule = "accelerate was asked for several processes and has started one: without GPUs it starts one only"
+            remedy = "Use --multi_gpu, which starts them on a CPU, too; or --mpirun_hostfile, or torchrun"
+            raise JobError([Problem("accelerate launch", "--num_processes", rule, remedy)])
         return RankEnvironment(0, 1, 0, 1, LOOPBACK, free_port())
     return _checked(_from_launcher(environ))
 

@@ -103,6 +103,14 @@ def test_two_managers_are_refused() -> None:
     assert "mpirun (Open MPI) and mpiexec (Hydra) both claim" in problem.rule
 
 
+def test_accelerate_that_starts_one_process_for_many_is_no_job_of_one() -> None:
+    started = {"ACCELERATE_MIXED_PRECISION": "no"}
+    assert read_rank_environment(started).world_size == 1
+    assert keys_of(started | RENDEZVOUS) == ["accelerate launch"]
+    assert read_rank_environment(started | RENDEZVOUS | PLACE | {"LOCAL_WORLD_SIZE": "2"}) == HERE
+    assert read_rank_environment(started | RENDEZVOUS | OPEN_MPI) == HERE
+
+
 def test_a_batch_script_is_no_rank() -> None:
     batch = {"SLURM_JOB_ID": "41", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"}
     assert read_rank_environment(batch).world_size == 1

@@ -186,6 +186,12 @@ class Hosts:
         path.write_text("".join(f"{host} slots={slots}\n" for host in hosts or self.names))
         return path
 
+    def new_folder(self, name: str) -> Path:
+        """A folder for files that every host sees, which are not in `folder`."""
+        path = self._state / "files" / name
+        path.mkdir(parents=True)
+        return path
+
     def path(self, host: str, path: str | Path) -> Path:
         """A file or folder of a running host, as this process reaches it."""
         return Path(f"/proc/{self._machines[host].running()}/root", *Path(path).parts[1:])
@@ -261,7 +267,7 @@ class Hosts:
 
     def replace_file(self, host: str, path: Path, content: str) -> None:
         """Give one host another version of a file, such as one of the project's, until it ends."""
-        other = self._machines[host].state / "files" / "".join(path.parts[1:])
+        other = self._machines[host].state / "files" / "-".join(path.parts[1:])
         other.parent.mkdir(exist_ok=True)
         other.write_text(content)
         assert self.run(host, ["mount", "--bind", other, path], timeout=10).returncode == 0
