@@ -94,7 +94,7 @@ def read_rank_environment(environ: Mapping[str, str] = os.environ) -> RankEnviro
         return _checked(_from_manager(managers[0], environ))
     if not any(name in environ for name in _PLACE):
         if all(name in environ for name in _SEVERAL_BY_ACCELERATE):
-            rule = "accelerate was asked for several processes and has started one: without GPUs it starts one only"
+            rule = "accelerate was asked for several processes and has started one, as it does without GPUs"
             remedy = "Use --multi_gpu, which starts them on a CPU, too; or --mpirun_hostfile, or torchrun"
             raise JobError([Problem("accelerate launch", "--num_processes", rule, remedy)])
         return RankEnvironment(0, 1, 0, 1, LOOPBACK, free_port())
