@@ -153,12 +153,27 @@ def this_pipeline(task: Task, environment: RankEnvironment, clock: Clock) -> Non
                 flops_per_token=training_flops_per_token(job.model, job.batch.sequence_length),
                 num_devices=mesh.world_size,
             ),
-            save=lambda state: None,
-            stop_requested=lambda: False,
+            saves=NoSaves(),
+            stop_code=lambda: 0,
             state=TrainState(),
         )
         clock.begin()
         loop.run()
+
+
+class NoSaves:
+    """Saves nothing."""
+
+    busy = outstanding = False
+
+    def save(self, state: TrainState) -> None:
+        pass
+
+    def settle(self) -> None:
+        pass
+
+    def complete(self, state: TrainState) -> None:
+        pass
 
 
 class _ToClock:

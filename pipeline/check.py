@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from pipeline.checkpoints.resume import examine_resume
+from pipeline.checkpoints.space import space_problems
 from pipeline.cluster.hosts.host_check import HostCheck, ask_job_hosts
 from pipeline.cluster.hosts.table import hosts_table
 from pipeline.cluster.launcher_options import (
@@ -78,6 +80,8 @@ def check(
     if draft.job is not None:
         resumption = examine_resume(draft.job)
         draft.problems += resumption.problems
+        if world_size is None and draft.job.world.is_local:
+            draft.problems += [replace(problem, severity="warning") for problem in space_problems(draft.job)]
         draft.resume = resumption.lines
     if draft.errors:
         draft.job = None

@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -18,15 +19,17 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from pipeline.checkpoints.resume import resume_problems
+from pipeline.checkpoints.space import space_problems
 from pipeline.cluster.outcome import Outcome, write_outcome
 from pipeline.cluster.rank_environment import RankEnvironment, read_rank_environment
 from pipeline.cluster.running import only_job
 from pipeline.cluster.world import world_from_environment
 from pipeline.job.job import Job
 from pipeline.job.options import Options, parse_options
-from pipeline.job.problems import EXIT_FAILED, EXIT_WRONG_JOB, JobError
+from pipeline.job.problems import EXIT_FAILED, EXIT_STOPPED, EXIT_WRONG_JOB, JobError
 from pipeline.job.report import console, print_problems
 from pipeline.job.resolve import resolve
+from pipeline.training.signals import StoppedEarly, StopRequest
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -36,6 +39,15 @@ def main(arguments: Sequence[str]) -> int:
     except JobError as error:
         print_problems(console(stderr=True), error.problems)
         return EXIT_WRONG_JOB
+    with StopRequest(announce=environment.rank == 0, early=True) as stop:
+        try:
+            return _be_rank(arguments, environment, stop)
+        except StoppedEarly as signal:
+            stop.leave(str(signal))
+            return EXIT_STOPPED
+
+
+def _be_rank(arguments: Sequence[str], environment: RankEnvironment, stop: StopRequest) -> int:
     output_dir = None
     try:
         with _one_report_per_host(environment):
@@ -43,19 +55,26 @@ def main(arguments: Sequence[str]) -> int:
             output_dir = options.output_dir
             job = _read_job(options, environment)
         with only_job(job.output_dir) if environment.rank == 0 else contextlib.nullcontext():
-            return _train(job, environment)
+            stop.leave = partial(_leave_early, job, environment)
+            return _train(job, environment, stop)
     except JobError as error:
         return _refuse(error, environment, output_dir)
 
 
 def _read_job(options: Options, environment: RankEnvironment) -> Job:
     job = resolve(options, world_from_environment(environment))
-    if problems := resume_problems(job):
+    if problems := [*resume_problems(job), *space_problems(job)]:
         raise JobError(problems)
     return job
 
 
-def _train(job: Job, environment: RankEnvironment) -> int:
+def _leave_early(job: Job, environment: RankEnvironment, signal: str) -> None:
+    """The last word of a rank that a signal ends before the ranks have met. Nothing had been trained."""
+    message = f"{signal} on rank {environment.rank} before the first step"
+    write_outcome(job.output_dir, Outcome("stopped", 0, environment.master_port, environment.rank, message))
+
+
+def _train(job: Job, environment: RankEnvironment, stop: StopRequest) -> int:
     os.environ.update(environment.variables())
     from pipeline.training.quiet import quiet_deepspeed
 
@@ -66,7 +85,7 @@ def _train(job: Job, environment: RankEnvironment) -> int:
         return Outcome(ending.status, ending.step, environment.master_port, message=ending.message)
 
     try:
-        ending = run(job, environment, lambda ending: write_outcome(job.output_dir, outcome(ending)))
+        ending = run(job, environment, stop, lambda ending: write_outcome(job.output_dir, outcome(ending)))
     except JobError as error:
         return _refuse(error, environment, job.output_dir)
     except RunFailed as failure:

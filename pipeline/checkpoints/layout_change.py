@@ -7,13 +7,11 @@ part of it that its own shards hold, and copies it there; no arithmetic is done 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from pipeline.checkpoints.folder import SHARDS, Checkpoint
+from pipeline.checkpoints.folder import Checkpoint
 from pipeline.checkpoints.shards import (
     Fragment,
     Shard,
@@ -25,22 +23,16 @@ from pipeline.checkpoints.shards import (
 )
 from pipeline.checkpoints.stored import MASTER, Slice, StoredState, describe_shards
 from pipeline.parallel.parameters import cut_of
-from pipeline.training.agreement import gather_rows
+from pipeline.training.agreement import gather_objects, gather_rows
 from pipeline.training.engine import TrainEngine
 
 
-def write_shard_index(engine: TrainEngine, path: Path) -> None:
-    """Describe the shards of all ranks in `path`, the folder that they are written to. Collective."""
-    mine = describe_shards(engine)
-    group, rank = engine.parallel.control_group, engine.parallel.rank
-    ranks: list[Any] | None = [None] * engine.parallel.mesh.world_size if rank == 0 else None
-    if group is None:
-        ranks = [mine]
-    else:
-        dist.gather_object(mine, ranks, dst=0, group=group)
-    if rank == 0:
-        content = {"skipped_steps": engine.deepspeed.skipped_steps, "ranks": ranks}
-        (path / SHARDS).write_text(json.dumps(content) + "\n", encoding="utf-8")
+def shard_index(engine: TrainEngine) -> dict[str, Any]:
+    """What `shards.json` says: the shards of all ranks. Collective."""
+    return {
+        "skipped_steps": engine.deepspeed.skipped_steps,
+        "ranks": gather_objects(engine.parallel, describe_shards(engine)),
+    }
 
 
 def same_shards(engine: TrainEngine, stored: StoredState) -> bool:

@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import asdict
 from pathlib import Path
 
-import torch.distributed as dist
-
 from pipeline.checkpoints.folder import (
-    PARTIAL,
     Checkpoint,
     TrainState,
-    files_below,
     layout_of,
     point_latest,
-    publish,
-    remove_partial,
     tag_of,
-    write_manifest,
 )
-from pipeline.checkpoints.layout_change import convert_checkpoint, same_shards, write_shard_index
+from pipeline.checkpoints.layout_change import convert_checkpoint, same_shards
 from pipeline.checkpoints.lineage import Lineage, write_lineage
+from pipeline.checkpoints.planned import STATE_KEY
+from pipeline.checkpoints.saver import Saver
 from pipeline.checkpoints.select import lineage_after
 from pipeline.checkpoints.shards import reads_own_shards
 from pipeline.checkpoints.stored import StoredState
 from pipeline.job.job import Job
 from pipeline.job.run_file import CHECKPOINTS
-from pipeline.training.atomic_file import sync_files
 from pipeline.training.engine import TrainEngine
-
-STATE_KEY = "train_state"
 
 
 def save_checkpoint(engine: TrainEngine, job: Job, state: TrainState) -> Path:
@@ -40,28 +31,11 @@ def save_checkpoint(engine: TrainEngine, job: Job, state: TrainState) -> Path:
         The folder of the checkpoint, complete and pointed to by `latest`.
 
     Raises:
-        OSError: this rank could not write; no `latest` points to the incomplete checkpoint.
+        SaveFailed: some rank could not write; on every rank, and nothing counts that did not before.
     """
-    folder = Path(job.output_dir) / CHECKPOINTS
-    tag = tag_of(state.step)
-    partial = folder / f"{tag}{PARTIAL}"
-    if engine.parallel.rank == 0:
-        remove_partial(folder)
-    dist.barrier()  # nobody writes into what a crash has left: DeepSpeed reads every file that it finds
-    engine.deepspeed.save_checkpoint(
-        str(folder), tag=partial.name, client_state={STATE_KEY: asdict(state)}, save_latest=False
-    )
-    write_shard_index(engine, partial)
-    dist.barrier()  # every shard is written
-    if engine.deepspeed.local_rank == 0:
-        sync_files(partial)
-    dist.barrier()  # and on the disk, from every host
-    if engine.parallel.rank == 0:
-        write_manifest(job, state, partial, files_below(partial))
-        publish(partial)
-        point_latest(folder, tag)
-    dist.barrier()  # nobody goes on, and perhaps exits, before the checkpoint counts
-    return folder / tag
+    saver = Saver(engine, job)
+    saver.begin(state)
+    return saver.folder / tag_of(state.step)
 
 
 def load_checkpoint(engine: TrainEngine, checkpoint: Checkpoint) -> TrainState:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,6 +30,7 @@ PROGRAM = "./launch.sh"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check, start, wait. Returns the documented exit code."""
+    started_at = time.time()
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         launcher, options, job_arguments = read_arguments(arguments, Options, PROGRAM)
@@ -42,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if problems := running_problems(draft.job.output_dir):
         print_problems(console(stderr=True), problems)
         return EXIT_WRONG_JOB
+    if options.time_limit is not None and options.started_at is None:
+        job_arguments = [*job_arguments, "--started_at", f"{started_at:.3f}"]
     launch = plan_launch(launcher, draft.job.world, job_arguments, os.environ)
     say(f"Starting {draft.job.world.size} ranks; rendezvous at port {launch.master_port}.")
     return run_launch(launch, draft.job.output_dir, launcher.stop_timeout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pipeline.job.durations import parse_duration
 from pipeline.job.options import Options
 from pipeline.job.problems import Problem
 from pipeline.job.user_input import exists, is_text
@@ -27,7 +28,7 @@ SHARES = ("dropout", "eval_fraction")
 # Options that name something, and are not empty.
 NAMES = (
     "deepspeed_config", "model", "data", "data_blend", "validation", "cache_dir", "output_dir", "resume",
-    "config",
+    "config", "time_limit", "stop_file",
 )  # fmt: skip
 TEXTS = (*NAMES, "sample_prompt")
 
@@ -51,9 +52,29 @@ def option_problems(options: Options) -> list[Problem]:
     if options.on_bad_record not in ("stop", "skip"):
         rule = "is neither stop nor skip"
         problems.append(Problem("on_bad_record", options.on_bad_record, rule, "Correct --on_bad_record"))
+    if options.save_failure not in ("continue", "stop"):
+        rule = "is neither continue nor stop"
+        problems.append(Problem("save_failure", options.save_failure, rule, "Correct --save_failure"))
+    problems += _time_problems(options)
     if options.resume not in ("auto", "never") and not exists(options.resume):
         rule = "is neither auto, never nor an existing checkpoint"
         problems.append(Problem("resume", options.resume, rule, "Correct the path"))
+    return problems
+
+
+def _time_problems(options: Options) -> list[Problem]:
+    """Whether the time limit is one, and the launch was at some time."""
+    problems = []
+    if options.time_limit:
+        try:
+            rule = None if parse_duration(options.time_limit) > 0 else "must be above 0"
+        except ValueError as error:
+            rule = str(error)
+        if rule is not None:
+            problems.append(Problem("time_limit", options.time_limit, rule, "Correct --time_limit"))
+    if options.started_at is not None and not 0 <= options.started_at < float("inf"):
+        rule = "must be in seconds since 1970"
+        problems.append(Problem("started_at", options.started_at, rule, "Leave --started_at out"))
     return problems
 
 

@@ -73,6 +73,18 @@ class Options:
     --validation."""
     save_interval: int | None = None
     """Steps between checkpoints; the last step always saves. None or 0: only the last."""
+    async_save: bool = False
+    """Write checkpoints while training goes on, from a copy in host memory: as many bytes as the files of a
+    host's ranks take."""
+    save_failure: str = "continue"
+    """continue: a checkpoint that could not be saved is reported, and the run goes on; stop: it ends the run.
+    One that the run would end with always does."""
+    time_limit: str | None = None
+    """Save and stop before this time is over: 3600, 90m, 3h30m, 1-12:00:00. Counted from the launch; what the
+    saving takes is kept free."""
+    stop_file: str | None = None
+    """Save and stop when this file appears, or is touched again. None: STOP in output_dir, which is removed
+    when the run has stopped."""
     log_interval: int = 10
     """Steps between lines on the console; metrics.jsonl has every step."""
     log_samples: bool = False
@@ -92,6 +104,8 @@ class Options:
     """Print the dict that DeepSpeed receives."""
     config: str | None = None
     """A run.json: its options become the defaults, options given beside it win."""
+    started_at: float | None = None
+    """When the job was launched, in seconds since 1970; ./launch.sh says so. None: when rank 0 started."""
     deepspeed: bool = False
     """Accepted as DeepSpeed's users pass it; DeepSpeed is always on."""
     local_rank: int | None = None
@@ -112,7 +126,9 @@ class Options:
 
 
 # These describe one call, not the run: they are not saved.
-_OF_ONE_CALL = frozenset({"print_config", "config", "deepspeed", "local_rank", "world_size", "hosts"})
+_OF_ONE_CALL = frozenset(
+    {"print_config", "config", "deepspeed", "local_rank", "world_size", "hosts", "started_at"}
+)
 
 
 @dataclass(frozen=True)

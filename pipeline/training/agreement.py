@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from pipeline.data.batch import StepBatch, digest
 from pipeline.parallel.context import Parallel
+
+T = TypeVar("T")
 
 
 class BatchMismatch(RuntimeError):
@@ -22,10 +25,14 @@ class StepAgreement:
     Attributes:
         tokens: Unmasked labels of the step in the whole job, each counted once.
         stop: Some rank was asked to stop.
+        reason: The lowest such rank, and the code that it gave for its reason; None where none was.
+        writing: Some rank is still writing files of a checkpoint.
     """
 
     tokens: int
     stop: bool
+    reason: tuple[int, int] | None = None
+    writing: bool = False
 
 
 def gather_rows(parallel: Parallel, *values: int) -> torch.Tensor:
@@ -36,6 +43,15 @@ def gather_rows(parallel: Parallel, *values: int) -> torch.Tensor:
     rows = [torch.empty_like(mine) for _ in range(parallel.mesh.world_size)]
     dist.all_gather(rows, mine, group=parallel.control_group)
     return torch.stack(rows)
+
+
+def gather_objects(parallel: Parallel, value: T) -> list[T]:
+    """Every rank's `value`, by rank; for small things that can be pickled. Collective."""
+    if parallel.control_group is None:
+        return [value]
+    values: list[Any] = [None] * parallel.mesh.world_size
+    dist.all_gather_object(values, value, group=parallel.control_group)
+    return values
 
 
 class DataMismatch(RuntimeError):
@@ -72,20 +88,34 @@ def _unlike_first(values: torch.Tensor) -> list[int]:
     return (values != values[0]).nonzero().flatten().tolist()
 
 
-def agree_on_step(parallel: Parallel, batch: StepBatch, stop: bool, verify: bool) -> StepAgreement:
+def agree_on_step(
+    parallel: Parallel, batch: StepBatch, stop: int, verify: bool, writing: bool = False
+) -> StepAgreement:
     """Count the step's tokens, share a stop request and, where `verify`, compare the samples themselves.
+
+    Args:
+        stop: 0, or this rank's reason to stop, as a number.
+        writing: This rank is still writing files of a checkpoint.
 
     Raises:
         BatchMismatch: on every rank alike, naming the ranks that differ from their peers (ranks with the same
             data index must read the same samples, in all stages, tensor and sequence slices).
     """
     tokens = sum(int(micro.mask.sum()) for micro in batch.micro_batches)
-    rows = gather_rows(parallel, tokens, int(stop), digest(batch) if verify else 0)
+    rows = gather_rows(parallel, tokens, int(stop), digest(batch) if verify else 0, int(writing))
     if verify:
         _compare(parallel, rows[:, 2], batch)
     # One rank of each data index speaks for its peers: stage 0, sequence 0, tensor 0.
     speakers = parallel.mesh.grid[0, :, 0, 0].tolist()
-    return StepAgreement(tokens=int(rows[speakers, 0].sum()), stop=bool(rows[:, 1].any()))
+    reason = first_reason(rows[:, 1])
+    tokens = int(rows[speakers, 0].sum())
+    return StepAgreement(tokens, reason is not None, reason, bool(rows[:, 3].any()))
+
+
+def first_reason(codes: torch.Tensor) -> tuple[int, int] | None:
+    """The first rank whose code, of [world], is not 0, with the code."""
+    ranks = codes.nonzero().flatten().tolist()
+    return (ranks[0], int(codes[ranks[0]])) if ranks else None
 
 
 def _compare(parallel: Parallel, digests: torch.Tensor, batch: StepBatch) -> None:

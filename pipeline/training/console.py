@@ -218,7 +218,11 @@ def progress_text(metrics: StepMetrics, total_steps: int, remaining: float) -> s
 def evaluation_line(metrics: EvalMetrics, total_steps: int) -> str:
     width = len(str(total_steps))
     name = f" on {metrics.name}" if metrics.name is not None else ""
-    return f"step {metrics.step:>{width}}/{total_steps} | held-out loss{name} {metrics.eval_loss:.4f}"
+    best = ""
+    if metrics.best is not None:
+        lowest = metrics.best.step == metrics.step
+        best = " | lowest so far" if lowest else f" | lowest {metrics.best.loss:.4f} at {metrics.best.step}"
+    return f"step {metrics.step:>{width}}/{total_steps} | held-out loss{name} {metrics.eval_loss:.4f}{best}"
 
 
 def printable(text: str, stream: IO[str]) -> str:

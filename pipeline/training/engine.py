@@ -60,6 +60,8 @@ class TrainEngine(ABC):
         self.job, self.parallel, self.deepspeed = job, parallel, deepspeed
         self.clock, self.board = clock, board
         self.step = 0  # optimizer steps taken, overflows included
+        # Micro-batches that an evaluation computes in one go: it can be given up between two of these.
+        self.eval_batches_at_once = 1
         self._own_norm: Tensor | None = None
         if job.precision.compute == "fp32" and job.zero_stage == 0:
             self._clip_before_update()
@@ -210,6 +212,8 @@ class PipelinedEngine(TrainEngine):
         super().__init__(job, parallel, deepspeed, clock, board)
         # Fewer micro-batches than this do not fill DualPipeV's schedule.
         self.least_micro_batches = 2 * job.mesh.pipeline if job.pipeline_schedule == "dualpipev" else 1
+        # Filling and emptying the pipeline then costs a fifth at most.
+        self.eval_batches_at_once = 4 * job.mesh.pipeline
         if hasattr(deepspeed.optimizer, "scaled_global_norm"):
             sum_norm_once(deepspeed.optimizer)
         if parallel.mesh.replicas > 2:

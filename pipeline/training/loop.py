@@ -6,16 +6,18 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from pipeline.checkpoints.folder import TrainState
 from pipeline.data.batch import MicroBatch, StepBatch
 from pipeline.data.loader import BatchLoader
 from pipeline.job.job import Job
 from pipeline.parallel.context import Parallel
-from pipeline.training.agreement import agree_on_step, gather_rows
+from pipeline.training.agreement import agree_on_step, first_reason, gather_rows
+from pipeline.training.best_losses import best_of, with_evaluation
 from pipeline.training.engine import StepResult, TrainEngine
 from pipeline.training.metrics import EvalMetrics, MetricsSink, Speedometer
+from pipeline.training.stopping import reason_text
 
 # Steps after each start in which ranks compare their samples, not just count them.
 VERIFIED_STEPS = 5
@@ -31,6 +33,31 @@ class EvalSet(NamedTuple):
     batches: Sequence[MicroBatch]
 
 
+class Saves(Protocol):
+    """What saves the run's checkpoints. Every method is collective, but for `busy`."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether this rank is still writing files of a checkpoint."""
+
+    @property
+    def outstanding(self) -> bool:
+        """Whether a save has begun that does not count yet; the same on every rank."""
+
+    def save(self, state: TrainState) -> None:
+        """Save this moment, or begin to. A failure is told; it ends the run only where that was asked for."""
+
+    def settle(self) -> None:
+        """Make a save count, whose files all ranks have written. A failure is treated as that of `save`."""
+
+    def complete(self, state: TrainState) -> None:
+        """Return when the checkpoint of `state` counts.
+
+        Raises:
+            SaveFailed: on every rank alike: it cannot be saved.
+        """
+
+
 class TrainingDiverged(RuntimeError):
     """The loss or the gradient is not finite. Raised on every rank alike."""
 
@@ -41,9 +68,11 @@ class Loop:
 
     Attributes:
         sinks: Take the metrics: on rank 0 the file, the console and the monitors.
-        save: Writes a checkpoint of the state it is given. Collective.
-        stop_requested: Whether this rank was asked to stop.
+        saves: Writes the checkpoints.
+        stop_code: 0, or why this rank was asked to stop (`pipeline.training.stopping`).
+        note_step: Is told how long each step took, with what followed it, in seconds.
         eval_sets: What is evaluated, in this order; empty where nothing is.
+        stop_reason: Why the run was stopped; empty before.
     """
 
     job: Job
@@ -53,9 +82,11 @@ class Loop:
     eval_sets: Sequence[EvalSet]
     sinks: Sequence[MetricsSink]
     speedometer: Speedometer
-    save: Callable[[TrainState], object]
-    stop_requested: Callable[[], bool]
+    saves: Saves
+    stop_code: Callable[[], int]
     state: TrainState
+    note_step: Callable[[float], object] = lambda seconds: None
+    stop_reason: str = ""
     _skipped_in_a_row: int = 0
 
     def run(self) -> Literal["finished", "stopped"]:
@@ -63,28 +94,36 @@ class Loop:
 
         Raises:
             TrainingDiverged: the loss or gradient norm is not finite, or too many steps in a row overflowed.
+            SaveFailed: what the run ends with could not be saved.
         """
         first = self.state.step + 1
-        saved = self.state.step or None  # a start at step 0 has no checkpoint behind it
+        if self.state.evaluation_due and not self._evaluate(self.state.step):
+            return self._stop()
         for step in range(first, self.job.train_steps + 1):
             begin = time.perf_counter()
             batch = next(self.loader)
             verify = step < first + VERIFIED_STEPS
-            agreed = agree_on_step(self.parallel, batch, self.stop_requested(), verify)
-            if agreed.stop:
-                if saved != self.state.step:
-                    self.save(self.state)
-                return "stopped"
+            agreed = agree_on_step(self.parallel, batch, self.stop_code(), verify, self.saves.busy)
+            if self.saves.outstanding and not agreed.writing:
+                self.saves.settle()
+            if agreed.reason is not None:
+                self.stop_reason = reason_text(agreed.reason)
+                return self._stop()
             result = self.engine.train_step(batch.micro_batches, agreed.tokens)
             self._check_finite(result, step, batch)
             self._advance(step, batch)
             self._report(result, time.perf_counter() - begin)
-            if self._is_due(step, self.job.eval_interval):
-                self._evaluate(step)
+            self.note_step(time.perf_counter() - begin)
+            if self._is_due(step, self.job.eval_interval) and not self._evaluate(step):
+                return self._stop()
             if self._is_due(step, self.job.save_interval):
-                self.save(self.state)
-                saved = step
+                self.saves.save(self.state)
+        self.saves.complete(self.state)
         return "finished"
+
+    def _stop(self) -> Literal["stopped"]:
+        self.saves.complete(self.state)
+        return "stopped"
 
     def _advance(self, step: int, batch: StepBatch) -> None:
         consumed = batch.first_sample + batch.num_samples
@@ -121,15 +160,48 @@ class Loop:
         for sink in self.sinks:
             sink.step(metrics)
 
-    def _evaluate(self, step: int) -> None:
+    def _evaluate(self, step: int) -> bool:
+        """Evaluate every set, or none: a stop leaves all of it to the next start. Whether it was done."""
+        losses: dict[str | None, tuple[float, int]] = {}
         for name, batches in self.eval_sets:
-            loss = evaluate(self.engine, self.parallel, batches)
+            found = evaluate(self.engine, self.parallel, batches, self.stop_code)
+            if isinstance(found, Abandoned):
+                self.state = replace(self.state, evaluation_due=True)
+                self.stop_reason = reason_text(found.reason)
+                return False
+            losses[name] = found
+        best = with_evaluation(self.state.best_eval_loss, step, losses)
+        self.state = replace(self.state, evaluation_due=False, best_eval_loss=best)
+        for name, (loss, _) in losses.items():
             for sink in self.sinks:
-                sink.evaluation(EvalMetrics(step, loss, name))
+                sink.evaluation(EvalMetrics(step, loss, name, best_of(best, name)))
+        return True
 
 
-def evaluate(engine: TrainEngine, parallel: Parallel, batches: Sequence[MicroBatch]) -> float:
-    """Mean loss per unmasked token over every data rank's `batches`. Collective."""
-    rows = gather_rows(parallel, sum(int(batch.mask.sum()) for batch in batches))
+class Abandoned(NamedTuple):
+    """An evaluation that was given up because some rank was asked to stop: the rank, and its code."""
+
+    reason: tuple[int, int]
+
+
+def evaluate(
+    engine: TrainEngine,
+    parallel: Parallel,
+    batches: Sequence[MicroBatch],
+    stop_code: Callable[[], int] = lambda: 0,
+) -> tuple[float, int] | Abandoned:
+    """Mean loss per unmasked token over every data rank's `batches`, and the number of these tokens.
+
+    Collective. It goes through the batches in parts, each as many as the engine needs to be busy, and before
+    each part the ranks look whether one of them was asked to stop.
+    """
     speakers = parallel.mesh.grid[0, :, 0, 0].tolist()  # sequence, tensor and pipeline peers hold the same
-    return engine.eval_step(batches, int(rows[speakers, 0].sum()))
+    tokens, total, size = 0, 0.0, engine.eval_batches_at_once
+    for first in range(0, len(batches), size):
+        mine = sum(int(batch.mask.sum()) for batch in batches) if first == 0 else 0
+        rows = gather_rows(parallel, mine, stop_code())
+        tokens = tokens or int(rows[speakers, 0].sum())
+        if (reason := first_reason(rows[:, 1])) is not None:
+            return Abandoned(reason)
+        total += engine.eval_step(batches[first : first + size], tokens)
+    return total, tokens

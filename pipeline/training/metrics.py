@@ -11,6 +11,7 @@ norm. Such a value is written as ``null`` and named under an extra key that othe
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from pipeline.training.atomic_file import replaced_atomically
+from pipeline.training.best_losses import Best
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,13 @@ class EvalMetrics:
     Attributes:
         name: Of the validation set, or of the source that the documents were held out of; None where a single
             source is trained on, whose held-out part needs no name.
+        best: The lowest of this set so far, this one included; for the console. None: not known.
     """
 
     step: int
     eval_loss: float
     name: str | None = None
+    best: Best | None = None
 
 
 class MetricsSink(Protocol):
@@ -129,8 +133,10 @@ class Speedometer:
 def to_json(metrics: StepMetrics | EvalMetrics) -> str:
     """One line of strict JSON, without its line end; non-finite values as the module text says."""
     fields = asdict(metrics)
-    if isinstance(metrics, EvalMetrics) and metrics.name is None:
-        del fields["name"]
+    if isinstance(metrics, EvalMetrics):
+        del fields["best"]  # it follows from the lines before
+        if metrics.name is None:
+            del fields["name"]
     nonfinite = {k: str(v) for k, v in fields.items() if isinstance(v, float) and not math.isfinite(v)}
     fields.update(dict.fromkeys(nonfinite))
     if nonfinite:
@@ -153,6 +159,12 @@ class MetricsFile:
     A file has each step once if the loop calls `sync` before it writes a checkpoint (so that the
     lines up to the checkpoint outlive the host) and evaluates before it does.
 
+    A disk that is full for a while costs no line: what cannot be written waits for the next call, and only
+    `sync` and `close` fail.
+
+    Args:
+        evaluation_due: The evaluations of `resume_step` will be done again.
+
     Attributes:
         missing_steps: Steps up to `resume_step` that have no line, because the file was deleted or
             the host crashed before `sync`: 0 unless something was lost.
@@ -162,13 +174,15 @@ class MetricsFile:
         OSError: the file cannot be read or written.
     """
 
-    def __init__(self, path: str | Path, resume_step: int = 0) -> None:
+    def __init__(self, path: str | Path, resume_step: int = 0, *, evaluation_due: bool = False) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._last: dict[str, int] = {}
-        kept_steps = self._repair(resume_step) if self.path.exists() else 0
+        last_evaluation = resume_step - 1 if evaluation_due else resume_step
+        kept_steps = self._repair(resume_step, last_evaluation) if self.path.exists() else 0
         self.missing_steps = resume_step - kept_steps
-        self._file: IO[bytes] = self.path.open("ab")
+        self._file = self.path.open("ab", buffering=0)
+        self._waiting = b""
 
     def step(self, metrics: StepMetrics) -> None:
         self._append("step", metrics)
@@ -177,11 +191,20 @@ class MetricsFile:
         self._append(_kind(metrics.name), metrics)
 
     def sync(self) -> None:
-        """Return once every line so far is on the disk."""
+        """Return once every line so far is on the disk.
+
+        Raises:
+            OSError: it is full.
+        """
+        self._write()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        self._file.close()
+        """Raises OSError if lines are lost because the disk is full."""
+        try:
+            self._write()
+        finally:
+            self._file.close()
 
     def __enter__(self) -> MetricsFile:
         return self
@@ -191,8 +214,18 @@ class MetricsFile:
 
     def _append(self, kind: str, metrics: StepMetrics | EvalMetrics) -> None:
         self._advance(kind, metrics.step)
-        self._file.write(to_json(metrics).encode() + b"\n")
-        self._file.flush()
+        self._waiting += to_json(metrics).encode() + b"\n"
+        try:
+            self._write()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+
+    def _write(self) -> None:
+        """Write what waits; what has been written of it does not wait any more."""
+        while self._waiting:
+            written = self._file.write(self._waiting)
+            self._waiting = self._waiting[written:]
 
     def _advance(self, kind: str, step: int) -> None:
         last = self._last.get(kind, 0)
@@ -200,13 +233,14 @@ class MetricsFile:
             raise ValueError(f"{self.path}: {kind} metrics of step {step} after those of {last}")
         self._last[kind] = step
 
-    def _repair(self, resume_step: int) -> int:
-        """Keep the objects of steps 1 .. resume_step; returns how many of them are step objects."""
+    def _repair(self, resume_step: int, last_evaluation: int) -> int:
+        """Keep the objects of steps 1 .. resume_step, or last_evaluation; returns how many steps are kept."""
         kept_steps = 0
         with self.path.open("rb") as old, replaced_atomically(self.path) as new:
             for line, record in self._records(old):
-                if record["step"] <= resume_step:
-                    kind = _kind(record.get("name")) if "eval_loss" in record else "step"
+                evaluation = "eval_loss" in record
+                if record["step"] <= (last_evaluation if evaluation else resume_step):
+                    kind = _kind(record.get("name")) if evaluation else "step"
                     self._advance(kind, record["step"])
                     kept_steps += kind == "step"
                     new.write(line.rstrip(b"\r\n") + b"\n")

@@ -9,12 +9,17 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from pipeline.checkpoints.manifest import TrainState
+import psutil
+
+from pipeline.checkpoints.manifest import Checkpoint, TrainState
+from pipeline.checkpoints.planned import set_random_state
 from pipeline.checkpoints.resume import origin_lines
+from pipeline.checkpoints.saver import Saver
 from pipeline.checkpoints.select import Selection, select_checkpoint
-from pipeline.checkpoints.transfer import load_checkpoint, save_checkpoint
+from pipeline.checkpoints.space import checkpoint_bytes
+from pipeline.checkpoints.transfer import load_checkpoint
 from pipeline.cluster.rank_environment import RankEnvironment
 from pipeline.data.evaluation import eval_batches
 from pipeline.data.loader import BatchLoader
@@ -22,27 +27,34 @@ from pipeline.data.preparation import Rules
 from pipeline.data.remote_cache import RemoteCache
 from pipeline.data.sources import SourceSpec, training_sources, validation_sets
 from pipeline.data.training_data import DataSettings, TrainingData, load_data
+from pipeline.job.durations import parse_duration
 from pipeline.job.job import Job
 from pipeline.job.run_file import write_run_file
 from pipeline.parallel.context import Parallel
-from pipeline.training.agreement import agree_on_start, gather_rows
+from pipeline.training.agreement import agree_on_start, first_reason, gather_rows
+from pipeline.training.best_losses import best_line
 from pipeline.training.build import build_engine
 from pipeline.training.console import Console, evaluation_line, make_console
 from pipeline.training.devices import peak_tflops
 from pipeline.training.distributed import share_cores, start_distributed, stop_distributed
 from pipeline.training.engine import TrainEngine
 from pipeline.training.flops import training_flops_per_token
-from pipeline.training.loop import EvalSet, Loop, evaluate
+from pipeline.training.loop import Abandoned, EvalSet, Loop, TrainingDiverged, evaluate
 from pipeline.training.metrics import EvalMetrics, MetricsFile, MetricsSink, Speedometer
 from pipeline.training.monitors import Monitors
 from pipeline.training.quiet import captured_stdout
 from pipeline.training.sample import sample_text
 from pipeline.training.sample_log import SampleLog
+from pipeline.training.saves import RunSaves
 from pipeline.training.signals import StopRequest
+from pipeline.training.stopping import StopFile, Stopping, TimeLimit, reason_text
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 TOKENIZER_FOLDER = "tokenizer"
+STOP_FILE = "STOP"
+# What a host is taken to write in a second, until the first save has been measured.
+WRITE_RATE = 500e6
 # Up to four passes, repeated tokens are nearly worth new ones (Muennighoff et al. 2023).
 MANY_PASSES = 4
 # How long a collective waits for other ranks: longer than the slowest save.
@@ -70,7 +82,9 @@ class RunFailed(Exception):
         self.error, self.step = error, step
 
 
-def run(job: Job, environment: RankEnvironment, record: Callable[[Ending], None]) -> Ending:
+def run(
+    job: Job, environment: RankEnvironment, stop: StopRequest, record: Callable[[Ending], None]
+) -> Ending:
     """Train `job` as the rank that `environment` describes.
 
     `record` is called by rank 0 with the ending, before any rank leaves: a launcher ends all ranks as soon as
@@ -78,46 +92,76 @@ def run(job: Job, environment: RankEnvironment, record: Callable[[Ending], None]
 
     Raises:
         JobError: the data cannot be used (found before ranks meet, on every rank alike).
+        StoppedEarly: a signal arrived before ranks met.
         RunFailed: anything that goes wrong once training has begun.
     """
     rank = environment.rank
-    with StopRequest(announce=rank == 0) as stop:
-        selection = select_checkpoint(job)
-        checkpoint = selection.checkpoint
-        state = checkpoint.state if checkpoint else TrainState()
-        console = make_console(
-            rank,
-            total_steps=job.train_steps,
-            log_interval=job.options.log_interval,
-            resume_step=state.step,
-        )
-        remote = _remote_cache(job, console)  # local copies are kept as long as it is open
-        data = _data(job, state, rank, console, remote)
-        if job.world.device == "cpu":
-            share_cores(environment.local_size)
-        start_distributed(job.world.device, environment.local_rank, GROUP_TIMEOUT)
-        parallel = Parallel.create(job.mesh, GROUP_TIMEOUT)
-        agree_on_start(parallel, data.fingerprint, state.step)
-        with captured_stdout():
-            engine = build_engine(job, parallel)
-        if checkpoint:
+    selection = select_checkpoint(job)
+    checkpoint = selection.checkpoint
+    state = checkpoint.state if checkpoint else TrainState()
+    console = make_console(
+        rank,
+        total_steps=job.train_steps,
+        log_interval=job.options.log_interval,
+        resume_step=state.step,
+    )
+    stopping = _stopping(job, rank, stop)
+    remote = _remote_cache(job, console)  # local copies are kept as long as it is open
+    data = _data(job, state, rank, console, remote)
+    if job.world.device == "cpu":
+        share_cores(environment.local_size)
+    start_distributed(job.world.device, environment.local_rank, GROUP_TIMEOUT)
+    parallel = Parallel.create(job.mesh, GROUP_TIMEOUT)
+    stop.ranks_met()
+    agree_on_start(parallel, data.fingerprint, state.step)
+    with captured_stdout():
+        engine = build_engine(job, parallel)
+    ending = None
+    if checkpoint:
+        ending = _stopped_before_loading(parallel, stopping, state)
+        if ending is None:
             load_checkpoint(engine, checkpoint)
-        if rank == 0:
-            write_run_file(job)  # only now: the folder belongs to a job that could be built
-            data.tokenizer.save(Path(job.output_dir) / TOKENIZER_FOLDER)
+    if rank == 0:
+        write_run_file(job)  # only now: the folder belongs to a job that could be built
+        data.tokenizer.save(Path(job.output_dir) / TOKENIZER_FOLDER)
+    if ending is None:
         console.start([*data.summary(), *repetition(job, data), *parallelism(job), *origin(job, selection)])
         try:
-            ending = _train(job, parallel, engine, data, state, stop, console)
+            ending = _train(job, parallel, engine, data, checkpoint, stopping, console)
         except Exception as error:
             raise RunFailed(error, engine.step) from error
         finally:
             console.finish()
-        if rank == 0:
-            record(ending)
-        gather_rows(parallel, 0)  # a barrier: nobody leaves before that
-        stop_distributed()
-        remote.close()
+    if ending.status == "stopped":
+        stopping.obeyed()
+    if rank == 0:
+        record(ending)
+    gather_rows(parallel, 0)  # a barrier: nobody leaves before that
+    stop_distributed()
+    remote.close()
     return ending
+
+
+def _stopping(job: Job, rank: int, signals: StopRequest) -> Stopping:
+    """What may stop the run: signals on every rank, the clock and the file on rank 0."""
+    options = job.options
+    if rank != 0:
+        return Stopping(signals)
+    limit = None
+    if options.time_limit is not None:
+        launch = options.started_at
+        launch = psutil.Process().create_time() if launch is None else launch
+        first_save = checkpoint_bytes(job) / len(job.world.hosts) / WRITE_RATE
+        limit = TimeLimit(parse_duration(options.time_limit), launch, first_save)
+    own = options.stop_file is None
+    path = Path(job.output_dir) / STOP_FILE if own else Path(options.stop_file)
+    return Stopping(signals, limit, StopFile(path, removed_when_obeyed=own))
+
+
+def _stopped_before_loading(parallel: Parallel, stopping: Stopping, state: TrainState) -> Ending | None:
+    """The ending, if some rank was asked to stop by now: the checkpoint is there and need not be read."""
+    reason = first_reason(gather_rows(parallel, stopping.code())[:, 0])
+    return None if reason is None else Ending("stopped", state.step, reason_text(reason))
 
 
 def _remote_cache(job: Job, console: Console) -> RemoteCache:
@@ -159,28 +203,21 @@ def _train(
     parallel: Parallel,
     engine: TrainEngine,
     data: TrainingData,
-    state: TrainState,
-    stop: StopRequest,
+    checkpoint: Checkpoint | None,
+    stopping: Stopping,
     console: Console,
 ) -> Ending:
     """Loop, then the last words: held-out loss, a sample of text, how to go on."""
     here, mesh = parallel.coordinates, job.mesh
+    state = checkpoint.state if checkpoint else TrainState()
     share = (job.options.eval_samples, job.batch.micro_batch_size, here.data, mesh.data)
     eval_sets = [EvalSet(each.name, eval_batches(each.dataset, *share)) for each in data.evaluation]
     with contextlib.ExitStack() as stack:
         loader = BatchLoader(data.train, job.batch, here.data, mesh.data, start=state.consumed_samples)
         stack.enter_context(loader)
         files, monitors = _sinks(job, parallel, data, state, stack, console)
-
-        def save(state: TrainState) -> None:
-            for file in files:
-                file.sync()  # the lines up to a checkpoint must outlive the host as it does
-            state = replace(state, data=data.order.progress(state.consumed_samples))
-            path = save_checkpoint(engine, job, state)
-            if parallel.rank == 0:
-                data.tokenizer.save(path / TOKENIZER_FOLDER)  # so that a checkpoint can go elsewhere alone
-            console.message(f"saved {path}")
-
+        saves = _saves(job, engine, data, files, state if checkpoint else None, stopping, console)
+        set_random_state(checkpoint.path if checkpoint else None, job.options.seed, parallel.rank)
         loop = Loop(
             job=job,
             parallel=parallel,
@@ -189,25 +226,73 @@ def _train(
             eval_sets=eval_sets,
             sinks=() if parallel.rank else (*files, console, *monitors),
             speedometer=_speedometer(job),
-            save=save,
-            stop_requested=lambda: stop.requested,
+            saves=saves,
+            stop_code=stopping.code,
+            note_step=stopping.note_step,
             state=state,
         )
-        status = loop.run()
+        try:
+            status = loop.run()
+        except TrainingDiverged:
+            saves.settle()  # raised on every rank alike: what is being written may be the last good one
+            raise
         done = loop.state.step
         if status == "stopped":
-            console.message(f"stopped after step {done} of {job.train_steps}; {_resume_hint(job)}")
-            return Ending("stopped", done, stop.signal_name or "asked to stop on another rank")
-        if state.step >= job.train_steps:
+            console.message(
+                f"stopped after step {done} of {job.train_steps} ({loop.stop_reason}); {_resume_hint(job)}"
+            )
+            return Ending("stopped", done, loop.stop_reason)
+        if state.step >= job.train_steps and not state.evaluation_due:
             console.message(f"the run had finished at step {done} before")
-            for name, batches in eval_sets:
-                loss = evaluate(engine, parallel, batches)
-                console.message(evaluation_line(EvalMetrics(done, loss, name), job.train_steps))
+            _evaluate_again(engine, parallel, eval_sets, done, job, console)
+        if line := best_line(loop.state.best_eval_loss):
+            console.message(line)
         if job.options.sample_tokens > 0:
             prompt, count = job.options.sample_prompt, job.options.sample_tokens
             console.message(f"sample:\n{sample_text(engine, job, data.tokenizer, prompt, count)}\n")
         console.message(f"finished {done} steps; {_go_on_hint(job, done)}")
     return Ending("finished", done, "")
+
+
+def _evaluate_again(
+    engine: TrainEngine,
+    parallel: Parallel,
+    eval_sets: Sequence[EvalSet],
+    step: int,
+    job: Job,
+    console: Console,
+) -> None:
+    """Say the held-out losses of a run that had finished."""
+    for name, batches in eval_sets:
+        found = evaluate(engine, parallel, batches)
+        assert not isinstance(found, Abandoned)
+        console.message(evaluation_line(EvalMetrics(step, found[0], name), job.train_steps))
+
+
+def _saves(
+    job: Job,
+    engine: TrainEngine,
+    data: TrainingData,
+    files: Sequence[Any],
+    saved: TrainState | None,
+    stopping: Stopping,
+    console: Console,
+) -> RunSaves:
+    """What saves the run's checkpoints."""
+
+    def companions(folder: Path) -> None:
+        for file in files:
+            file.sync()  # the lines up to a checkpoint must outlive the host as it does
+        data.tokenizer.save(folder / TOKENIZER_FOLDER)  # so that a checkpoint can go elsewhere alone
+
+    return RunSaves(
+        Saver(engine, job, in_background=job.options.async_save, companions=companions),
+        saved=saved,
+        on_failure="stop" if job.options.save_failure == "stop" else "continue",
+        with_progress=lambda state: replace(state, data=data.order.progress(state.consumed_samples)),
+        say=console.message,
+        note_seconds=stopping.note_save,
+    )
 
 
 def _sinks(
@@ -221,7 +306,8 @@ def _sinks(
     """Rank 0's files and monitors; none on other ranks."""
     if parallel.rank != 0:
         return [], []
-    file = stack.enter_context(MetricsFile(Path(job.output_dir) / METRICS_FILE, state.step))
+    path = Path(job.output_dir) / METRICS_FILE
+    file = stack.enter_context(MetricsFile(path, state.step, evaluation_due=state.evaluation_due))
     if file.missing_steps:
         console.message(f"{METRICS_FILE} lacks {file.missing_steps} of the steps before this start")
     files: list[MetricsFile | SampleLog] = [file]

@@ -6,6 +6,10 @@
 
 Signals reach ranks at different times, so a rank must not act on its own flag: the loop reduces the
 flags of all ranks each step and all of them stop at the same boundary.
+
+Before the ranks have met there is no boundary, and nothing to save: the first signal ends the process. It
+raises `StoppedEarly` wherever the main thread is, and where that thread does not come back to Python (it
+waits for other ranks), the watching thread ends the process.
 """
 
 from __future__ import annotations
@@ -16,12 +20,22 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
+
+from pipeline.job.problems import EXIT_STOPPED
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 # One Ctrl-C can arrive twice: from the terminal and forwarded by a launcher, milliseconds apart.
 SAME_KEYPRESS_SECONDS = 0.5
+
+# How long a process may take to leave by itself before the ranks have met.
+EARLY_SECONDS = 3.0
+
+
+class StoppedEarly(BaseException):
+    """A signal asked for the end before the ranks had met. Its text is the signal's name."""
 
 
 class StopRequest:
@@ -33,6 +47,11 @@ class StopRequest:
 
     Args:
         announce: Say so on standard error when the first signal arrives; for rank 0.
+        early: The ranks have not met yet; `ranks_met` ends that.
+
+    Attributes:
+        leave: Ends the process early, when it cannot do so by itself; receives the signal's name. Whoever has
+            more to say than an exit code sets it.
 
     Forked children (data workers) inherit the handlers. There SIGTERM ends the child as usual, and the
     other two are ignored: the parent decides when it no longer needs its workers.
@@ -41,8 +60,9 @@ class StopRequest:
         ValueError: on entry, outside the main thread: only it can install handlers.
     """
 
-    def __init__(self, announce: bool = False) -> None:
-        self._announce = announce
+    def __init__(self, announce: bool = False, early: bool = False) -> None:
+        self._announce, self._early = announce, early
+        self.leave: Callable[[str], None] = lambda name: None
         self._signal: signal.Signals | None = None
         self._previous: dict[signal.Signals, object] = {}
         self._pid = os.getpid()
@@ -52,9 +72,18 @@ class StopRequest:
         return self._signal is not None
 
     @property
+    def number(self) -> signal.Signals | None:
+        """The first signal that arrived on this rank."""
+        return self._signal
+
+    @property
     def signal_name(self) -> str | None:
         """The first signal that arrived on this rank, e.g. ``"SIGTERM"``; None if none did."""
         return None if self._signal is None else self._signal.name
+
+    def ranks_met(self) -> None:
+        """From now on a signal asks for a stop that all ranks agree on."""
+        self._early = False
 
     def __enter__(self) -> StopRequest:
         self._reader, self._writer = socket.socketpair()
@@ -86,9 +115,12 @@ class StopRequest:
         if self._announce:
             # os.write, since a print in the middle of another print raises "reentrant call".
             hint = " Ctrl-C again: stop at once, without saving." if number == signal.SIGINT else ""
+            what = "stopping before the first step." if self._early else f"stopping after this step.{hint}"
             # A hung-up terminal takes no words; the stop itself is what counts.
             with contextlib.suppress(OSError):
-                os.write(2, f"\n{self._signal.name}: stopping after this step.{hint}\n".encode())
+                os.write(2, f"\n{self._signal.name}: {what}\n".encode())
+        if self._early:
+            raise StoppedEarly(self._signal.name)
 
     def _handle_in_child(self, number: int) -> None:
         if number == signal.SIGTERM:
@@ -98,6 +130,9 @@ class StopRequest:
     def _watch(self) -> None:
         first: float | None = None
         while received := self._reader.recv(64):
+            asked = [number for number in STOP_SIGNALS if number in received]
+            if asked and self._early:
+                self._watch_leaving(asked[0])
             if signal.SIGINT not in received:
                 continue
             now = time.monotonic()
@@ -106,3 +141,16 @@ class StopRequest:
             elif now - first > SAME_KEYPRESS_SECONDS:
                 # Not sys.exit: the main thread may never run again, and nothing is left to clean up.
                 os._exit(1)
+
+    def _watch_leaving(self, number: signal.Signals) -> None:
+        """End the process if it does not end by itself soon; unless the ranks meet after all."""
+        self._reader.settimeout(EARLY_SECONDS)
+        try:
+            while self._reader.recv(64):
+                """Another signal changes nothing; the end of file does: the context has been left."""
+        except TimeoutError:
+            if self._early:
+                self.leave(number.name)
+                os._exit(EXIT_STOPPED)
+        finally:
+            self._reader.settimeout(None)

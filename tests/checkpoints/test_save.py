@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from pipeline.checkpoints.folder import PARTIAL, TrainState, find_checkpoint, read_checkpoint
+from pipeline.checkpoints.saver import SaveFailed
+from pipeline.checkpoints.torch_file import PickledObject
 from pipeline.checkpoints.transfer import load_checkpoint, save_checkpoint
 from pipeline.job.job import Job
 from tests.checkpoints.small import job, start, train
@@ -64,14 +66,14 @@ def go_back_and_fail(job: Job, path: Path) -> bool:
     engine = start(job)
     load_checkpoint(engine, read_checkpoint(path))
     train(engine, 2)
-    write = engine.deepspeed.save_checkpoint
+    write = PickledObject.write
 
-    def run_out_of_space(*args: Any, **kwargs: Any) -> None:
-        write(*args, **kwargs)
+    def run_out_of_space(*args: Any) -> None:
+        write(*args)
         raise OSError("no space left")
 
-    engine.deepspeed.save_checkpoint = run_out_of_space
-    with pytest.raises(OSError, match="no space"):
+    PickledObject.write = run_out_of_space
+    with pytest.raises(SaveFailed, match="no space"):
         save_checkpoint(engine, job, TrainState(step=2))
     return True
 

@@ -39,12 +39,16 @@ class Recorder:
         self.tokens: list[int] = []
         self.results = results or {}
         self.taken = 0
+        self.resumed: TrainState | None = None
 
     def train_step(self, batches: tuple[MicroBatch, ...], tokens: int) -> StepResult:
         self.taken += 1
         self.tokens.append(tokens)
         result = {"loss": 1.0, "grad_norm": 2.0, "skipped": False, **self.results.get(self.taken, {})}
         return StepResult(lr=0.1, tokens=tokens, **result)
+
+    eval_batches_at_once = 2
+    busy = outstanding = False
 
     def eval_step(self, batches: tuple[MicroBatch, ...], tokens: int) -> float:
         return float(tokens)
@@ -59,6 +63,15 @@ class Recorder:
     def save(self, state: TrainState) -> None:
         self.events.append(f"save {state.step}")
         self.saved.append(state)
+
+    def settle(self) -> None:
+        self.events.append("settle")
+        self.outstanding = False
+
+    def complete(self, state: TrainState) -> None:
+        """As the real one: the state is saved now, or is already."""
+        if self.saved[-1:] != [state] and state != self.resumed:
+            self.save(state)
 
 
 class Batches:
@@ -86,6 +99,7 @@ def job(tmp_path: Path) -> Job:
 
 
 def loop(job: Job, recorder: Recorder, state: TrainState | None = None, **changes: Any) -> Loop:
+    recorder.resumed = state
     state = state or TrainState()
     parts: dict[str, Any] = {
         "job": job,
@@ -95,8 +109,8 @@ def loop(job: Job, recorder: Recorder, state: TrainState | None = None, **change
         "eval_sets": (EvalSet(None, (MICRO, MICRO)),),
         "sinks": (recorder,),
         "speedometer": Speedometer(BATCH * SEQUENCE, 100.0, 1),
-        "save": recorder.save,
-        "stop_requested": lambda: False,
+        "saves": recorder,
+        "stop_code": lambda: 0,
         "state": state,
     }
     return Loop(**{**parts, **changes})
@@ -112,7 +126,9 @@ def test_evaluates_then_saves_at_intervals_and_at_the_end(job: Job):
         *("step 4", "eval 4: 6.0", "save 4"),
         *("step 5", "eval 5: 6.0", "save 5"),
     ]
-    assert recorder.saved[-1] == made.state == TrainState(5, 5 * BATCH, 5 * BATCH * SEQUENCE)
+    best = {"loss": 6.0, "step": 2, "sets": {"": {"loss": 6.0, "step": 2}}}
+    assert recorder.saved[-1] == made.state
+    assert made.state == TrainState(5, 5 * BATCH, 5 * BATCH * SEQUENCE, best_eval_loss=best)
 
 
 def test_intervals_of_0_mean_the_end_only(job: Job):
@@ -144,7 +160,8 @@ def test_goes_on_from_a_state(job: Job):
     made = loop(job, recorder, state)
     assert made.run() == "finished"
     assert recorder.events == ["step 4", "eval 4: 6.0", "step 5", "eval 5: 6.0", "save 5"]
-    assert made.state == TrainState(5, 5 * BATCH, 5 * BATCH * SEQUENCE, {"start": 0})
+    best = {"loss": 6.0, "step": 4, "sets": {"": {"loss": 6.0, "step": 4}}}
+    assert made.state == TrainState(5, 5 * BATCH, 5 * BATCH * SEQUENCE, {"start": 0}, best)
 
 
 def test_a_finished_run_does_nothing(job: Job):
@@ -155,7 +172,7 @@ def test_a_finished_run_does_nothing(job: Job):
 
 def test_a_stop_saves_the_last_whole_step(job: Job):
     recorder = Recorder()
-    made = loop(job, recorder, stop_requested=lambda: recorder.taken == 3)
+    made = loop(job, recorder, stop_code=lambda: 15 * (recorder.taken == 3))
     assert made.run() == "stopped"
     assert recorder.events[-2:] == ["step 3", "save 3"]
     assert recorder.saved[-1].consumed_samples == 3 * BATCH  # the batch in hand was not trained on
@@ -163,18 +180,49 @@ def test_a_stop_saves_the_last_whole_step(job: Job):
 
 def test_a_stop_right_after_a_save_saves_no_second_time(job: Job):
     recorder = Recorder()
-    made = loop(replace(job, save_interval=2), recorder, stop_requested=lambda: recorder.taken == 2)
+    made = loop(replace(job, save_interval=2), recorder, stop_code=lambda: 15 * bool(recorder.saved))
     assert made.run() == "stopped"
     assert recorder.events == ["step 1", "step 2", "eval 2: 6.0", "save 2"]
 
 
 def test_a_stop_before_the_first_step_saves_a_start_and_not_a_resumed_state(job: Job):
     recorder = Recorder()
-    assert loop(job, recorder, stop_requested=lambda: True).run() == "stopped"
+    assert loop(job, recorder, stop_code=lambda: 15).run() == "stopped"
     assert recorder.events == ["save 0"]
     recorder = Recorder()
-    assert loop(job, recorder, TrainState(2, 32), stop_requested=lambda: True).run() == "stopped"
+    assert loop(job, recorder, TrainState(2, 32), stop_code=lambda: 15).run() == "stopped"
     assert recorder.events == []
+
+
+def test_a_stop_during_an_evaluation_leaves_all_of_it_to_the_next_start(job: Job):
+    """Two sets of two parts each; the request comes when the first part of the second set has been done."""
+    recorder = Recorder()
+    recorder.eval_batches_at_once = 1
+    sets = (EvalSet("one", (MICRO, MICRO)), EvalSet("two", (MICRO, MICRO)))
+    asked = [0] * 2 + [0, 0] + [0, 15]  # steps 1 and 2, the first set's parts, the second's
+    made = loop(job, recorder, eval_sets=sets, stop_code=lambda: asked.pop(0))
+    assert made.run() == "stopped"
+    assert made.stop_reason == "SIGTERM on rank 0"
+    assert recorder.events == ["step 1", "step 2", "save 2"]
+    assert recorder.saved[-1].evaluation_due
+    assert recorder.saved[-1].best_eval_loss == {}
+    recorder.events.clear()
+    assert loop(replace(job, train_steps=3), recorder, recorder.saved[-1], eval_sets=sets).run() == "finished"
+    assert recorder.events == [*["eval 2: 12.0"] * 2, "step 3", *["eval 3: 12.0"] * 2, "save 3"]
+    assert not recorder.saved[-1].evaluation_due
+
+
+def test_a_save_in_the_background_is_settled_when_no_rank_is_writing(job: Job):
+    recorder = Recorder()
+    recorder.outstanding = recorder.busy = True
+
+    def done_after_two_steps(metrics: StepMetrics) -> None:
+        recorder.busy = metrics.step < 2
+        recorder.events.append(f"step {metrics.step}")
+
+    recorder.step = done_after_two_steps
+    loop(replace(job, eval_interval=0), recorder, eval_sets=()).run()
+    assert recorder.events == ["step 1", "step 2", "settle", "step 3", "step 4", "step 5", "save 5"]
 
 
 @pytest.mark.parametrize(
