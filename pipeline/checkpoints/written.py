@@ -1,7 +1,7 @@
 """Files that are on the disk when the call returns, each with its size and digest. No torch.
 
-The digest is taken from the bytes on their way to the file, so that nothing is read back. XXH3 costs a tenth of
-what the copying costs, SHA-256 more than the writing.
+The digest is taken from the bytes on their way to the file, so that nothing is read back. XXH3 costs a tenth
+of what the copying costs, SHA-256 more than the writing.
 """
 
 from __future__ import annotations

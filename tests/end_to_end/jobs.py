@@ -146,7 +146,7 @@ def signal_after_step(_: list[str], rank: int, step: int, victim: int, number: s
 
 
 def signal_on_call(_: list[str], rank: int, target: str, victim: int, number: signal.Signals) -> None:
-    """Rank `victim` gets a signal while it calls `target`, ``module:function``."""
+    """Rank `victim` gets a signal while it calls `target`, ``module:function`` or ``module:Class.method``."""
     _before_call(target, lambda: os.kill(os.getpid(), number) if rank == victim else None)
 
 
@@ -194,6 +194,9 @@ def replace_argument(args: list[str], rank: int, victim: int, old: str, new: str
 def _before_call(target: str, action: Callable[[], None]) -> None:
     module_name, _, name = target.partition(":")
     module = __import__(module_name, fromlist=[name])
+    *owners, name = name.split(".")
+    for owner in owners:
+        module = getattr(module, owner)
     function = getattr(module, name)
 
     def called(*args: Any, **kwargs: Any) -> Any:

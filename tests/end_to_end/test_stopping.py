@@ -35,11 +35,13 @@ def test_a_signal_during_start_up_stops_before_the_first_step(shop: Workshop):
 @pytest.mark.parametrize(
     ("target", "options"),
     [
-        ("pipeline.training.loop:evaluate", ("--eval_interval", "1")),
-        ("pipeline.training.run:save_checkpoint", ("--save_interval", "1")),
+        ("pipeline.checkpoints.saver:plan_shards", ("--save_interval", "1")),
+        ("pipeline.checkpoints.saver:plan_shards", ("--save_interval", "1", "--async_save")),
+        ("pipeline.checkpoints.saver:gather_objects", ("--save_interval", "1", "--async_save")),
     ],
 )
-def test_a_signal_during_evaluation_or_saving_stops_after_it(target: str, options: tuple, shop: Workshop):
+def test_a_signal_during_a_save_stops_after_it(target: str, options: tuple, shop: Workshop):
+    """The last of them arrives while the checkpoint's folder is looked for, before the first step."""
     arguments = shop.arguments("run", shop.config(), *options, steps=3)
     result = run_faulty_job(arguments, 2, signal_on_call, target, 1, SIGTERM)
     assert result.exit_codes == (3, 3), result.stderr[0]
@@ -49,8 +51,39 @@ def test_a_signal_during_evaluation_or_saving_stops_after_it(target: str, option
     assert [line["step"] for line in shop.steps("run")] == [1, 2, 3]
 
 
-def test_a_signal_at_the_last_step_lets_the_run_finish(shop: Workshop):
+@pytest.mark.parametrize("config", [{}, {"pipeline": {"stages": 2}}], ids=["plain", "pipeline"])
+def test_an_evaluation_is_given_up_for_a_stop_and_done_by_the_next_start(config: dict, shop: Workshop):
+    """The signal comes between its parts: all ranks stop there, and nothing of it is reported."""
+    config = shop.config(**config, train_micro_batch_size_per_gpu=1)
+    whole, parts = (
+        shop.arguments(run, config, "--eval_interval", "1", "--eval_samples", "40", steps=3)
+        for run in ("whole", "parts")
+    )
+    run_job(whole, 2).check()
+    target = "pipeline.training.engine:TrainEngine.eval_step"
+    result = run_faulty_job(parts, 2, signal_on_call, target, 1, SIGTERM)
+    assert result.exit_codes == (3, 3), result.stderr[0]
+    assert "stopped after step 1 of 3 (SIGTERM on rank 1)" in result.stdout[0]
+    assert shop.evaluations("parts") == {}
+    assert shop.latest("parts").name == "global_step1"
+    run_job(parts, 2).check()
+    assert shop.steps("parts") == shop.steps("whole")
+    assert shop.evaluations("parts") == shop.evaluations("whole")
+    assert run_ranks(differing_files, 1, shop.latest("whole"), shop.latest("parts")) == [[]]
+
+
+def test_a_signal_at_the_last_step_stops_before_the_last_evaluation(shop: Workshop):
     arguments = shop.arguments("run", shop.config(), steps=2)
+    result = run_faulty_job(arguments, 2, signal_after_step, 2, 0, SIGTERM)
+    assert result.exit_codes == (3, 3), result.stderr[0]
+    assert list(shop.evaluations("run")) == [1]
+    run_job(arguments, 2).check()
+    assert list(shop.evaluations("run")) == [1, 2]
+    assert shop.outcome("run")["status"] == "finished"
+
+
+def test_a_signal_at_the_last_step_lets_a_run_without_evaluation_finish(shop: Workshop):
+    arguments = shop.arguments("run", shop.config(), "--eval_samples", "0", steps=2)
     result = run_faulty_job(arguments, 2, signal_after_step, 2, 0, SIGTERM)
     assert result.exit_codes == (0, 0), result.stderr[0]
     assert shop.outcome("run")["status"] == "finished"
