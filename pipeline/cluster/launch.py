@@ -38,17 +38,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_problems(console(stderr=True), error.problems)
         return EXIT_WRONG_JOB
     draft = check(options, launcher)
-    print_draft(draft, stderr=draft.job is None)
+    if launcher.is_first_host or draft.job is None:
+        print_draft(draft, stderr=draft.job is None)
     if draft.job is None:
         return EXIT_WRONG_JOB
-    if problems := running_problems(draft.job.output_dir):
+    # On another host than the first, the job that runs in the folder may be this one.
+    if launcher.is_first_host and (problems := running_problems(draft.job.output_dir)):
         print_problems(console(stderr=True), problems)
         return EXIT_WRONG_JOB
     if options.time_limit is not None and options.started_at is None:
         job_arguments = [*job_arguments, "--started_at", f"{started_at:.3f}"]
     launch = plan_launch(launcher, draft.job.world, job_arguments, os.environ)
     say(f"Starting {draft.job.world.size} ranks; rendezvous at port {launch.master_port}.")
-    return run_launch(launch, draft.job.output_dir, launcher.stop_timeout)
+    return run_launch(launch, draft.job.output_dir, launcher.stop_timeout, launcher.is_first_host)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,11 @@ class LauncherOptions:
     node_rank: int | None = None
     stop_timeout: float = 300.0
 
+    @property
+    def is_first_host(self) -> bool:
+        """Whether this launch is the only one, or with --no_ssh the one that starts rank 0."""
+        return self.node_rank in (None, 0)
+
 
 def launcher_parser() -> argparse.ArgumentParser:
     """The launcher's half of the command line, with DeepSpeed's spelling."""

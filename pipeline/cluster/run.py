@@ -11,9 +11,16 @@ from pipeline.cluster.supervise import Ended, Supervisor, say
 from pipeline.job.problems import EXIT_FAILED, EXIT_FINISHED
 
 
-def run_launch(launch: Launch, output_dir: str | Path, stop_timeout: float) -> int:
-    """Start, wait, and return the exit code that the job's own word gives."""
-    clear_outcome(output_dir)
+def run_launch(
+    launch: Launch, output_dir: str | Path, stop_timeout: float, is_first_host: bool = True
+) -> int:
+    """Start, wait, and return the exit code that the job's own word gives.
+
+    With a launch on each host, only the first forgets the word of an earlier start: the others may come after
+    a word of this one.
+    """
+    if is_first_host:
+        clear_outcome(output_dir)
     ended = Supervisor(stop_timeout, say).run(launch.command, launch.environment)
     return conclude(read_outcome(output_dir, launch.master_port), ended)
 

@@ -105,15 +105,27 @@ def remote_problem(url: str) -> Problem | None:
     package = _PACKAGES[parts.scheme]
     if importlib.util.find_spec(package) is None:
         return Problem("data", shown(url), f"needs the package {package}", f"pip install {package}")
-    if "@" in parts.netloc or any(_SECRET.search(each.partition("=")[0]) for each in parts.query.split("&")):
-        rule = "holds credentials, which would be saved with the run"
-        remedy = "Put them where the store's own tools look: environment, ~/.aws, ~/.netrc"
-        return Problem("data", shown(url), rule, remedy)
+    if problem := credentials_problem(url):
+        return problem
     if parts.scheme.startswith("http") and (parts.path in ("", "/") or parts.path.endswith("/")):
         return Problem("data", shown(url), "is no file, and a web server lists no folder", "Name each file")
     if not (parts.netloc + parts.path).strip("/"):
         return Problem("data", shown(url), "names nothing", "Give bucket and key")
     return None
+
+
+def credentials_problem(url: str) -> Problem | None:
+    """Refuses an address with a user, a password or a signature in it."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # no address, which is another problem
+        return None
+    names = [each.partition("=")[0] for each in parts.query.split("&")]
+    if "@" not in parts.netloc and not any(_SECRET.search(name) for name in names):
+        return None
+    rule = "holds credentials, which would be saved with the run"
+    remedy = "Put them where the store's own tools look: environment, ~/.aws, ~/.netrc"
+    return Problem("data", shown(url), rule, remedy)
 
 
 def file_name(url: str) -> str:

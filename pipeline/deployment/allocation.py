@@ -1,0 +1,123 @@
+"""The hosts of a Slurm allocation, with the GPUs that it has on each. No torch.
+
+Only Slurm knows how its host lists expand (``a[01-03,7],b2``) and what was allocated where, so it is asked:
+``scontrol show hostnames`` gives the names, ``scontrol show job --details`` lines such as
+
+    Nodes=gpu[1-2] CPU_IDs=0-15 Mem=0 GRES=gpu:a100:8(IDX:0-7)
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+
+from pipeline.cluster.hostfile import MAX_SLOTS, Host, host_name_rule
+from pipeline.job.problems import JobError, Problem
+
+_NODES_LINE = re.compile(r"^\s+Nodes=(\S+) .*\bGRES=(\S*)", re.MULTILINE)
+_SECONDS = 30.0  # for the controller's answer
+Ask = Callable[[Sequence[str]], str]
+
+
+def allocated_hosts(
+    slots: int | None = None, environ: Mapping[str, str] = os.environ, ask: Ask | None = None
+) -> tuple[Host, ...]:
+    """The allocation this runs in: its hosts in Slurm's order, with as many slots as GPUs.
+
+    An allocation without GPUs has one slot per task.
+
+    Args:
+        slots: For every host, instead.
+        environ: Where Slurm describes the job.
+        ask: Runs scontrol with these arguments, for tests.
+
+    Raises:
+        JobError: not inside an allocation, Slurm does not answer, or a host has no slot.
+    """
+    ask = ask or scontrol
+    missing = [name for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST") if not environ.get(name)]
+    if missing:
+        rule = "Slurm sets it inside an allocation"
+        raise JobError([Problem(name, None, rule, "Run this from a batch script") for name in missing])
+    names = ask(["show", "hostnames", environ["SLURM_JOB_NODELIST"]]).split()
+    counts = _slots(slots, names, environ, ask)
+    problems = [problem for name in names for problem in _host_problems(name, counts.get(name, 0))]
+    if not names:
+        rule = "scontrol finds no host in it"
+        problems = [Problem("SLURM_JOB_NODELIST", environ["SLURM_JOB_NODELIST"], rule, "See squeue")]
+    if problems:
+        raise JobError(problems)
+    return tuple(Host(name, counts[name]) for name in names)
+
+
+def hostfile_text(hosts: Sequence[Host], comment: str) -> str:
+    """A hostfile of these hosts."""
+    return "".join((f"# {comment}\n", *(f"{host.name} slots={host.slots}\n" for host in hosts)))
+
+
+def scontrol(arguments: Sequence[str]) -> str:
+    """What Slurm's own command prints.
+
+    Raises:
+        JobError: it is not installed, fails, or does not answer in time.
+    """
+    command = ["scontrol", *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
+    except FileNotFoundError as error:
+        rule = "is not on the PATH, and only Slurm can say which hosts it gave"
+        raise JobError([Problem("scontrol", None, rule, "Add Slurm's commands to the PATH")]) from error
+    except subprocess.TimeoutExpired as error:
+        rule = f"did not answer in {_SECONDS:g} s"
+        raise JobError([Problem("scontrol", " ".join(command), rule, "Try again")]) from error
+    except subprocess.CalledProcessError as error:
+        rule = f"failed: {error.stderr.strip() or f'exit code {error.returncode}'}"
+        raise JobError([Problem("scontrol", " ".join(command), rule, "See to Slurm's controller")]) from error
+    return done.stdout
+
+
+def _slots(slots: int | None, names: Sequence[str], environ: Mapping[str, str], ask: Ask) -> dict[str, int]:
+    """Slots by host name."""
+    if slots is not None:
+        return dict.fromkeys(names, slots)
+    gpus: dict[str, int] = {}
+    for nodes, resources in _NODES_LINE.findall(ask(["show", "job", "--details", environ["SLURM_JOB_ID"]])):
+        for name in ask(["show", "hostnames", nodes]).split():
+            gpus[name] = gpus.get(name, 0) + count_gpus(resources)
+    if any(gpus.values()):
+        return gpus
+    return dict(zip(names, expand_counts(environ.get("SLURM_TASKS_PER_NODE", "")), strict=False))
+
+
+def count_gpus(resources: str) -> int:
+    """GPUs in a list of generic resources, such as ``gpu:a100:2(IDX:0,3),nic:1(CNT:1)``."""
+    entries = [entry.split(":") for entry in re.sub(r"\([^)]*\)", "", resources).split(",")]
+    return sum(int(entry[-1]) if entry[-1].isdecimal() else 1 for entry in entries if entry[0] == "gpu")
+
+
+def expand_counts(text: str) -> list[int]:
+    """Slurm's short form of one number per host: ``2(x3),1`` is 2, 2, 2, 1.
+
+    Raises:
+        JobError: it is something else.
+    """
+    counts = []
+    for part in filter(None, text.split(",")):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            rule = "is not a list of counts such as 2(x3),1"
+            raise JobError([Problem("SLURM_TASKS_PER_NODE", text, rule, "Give --slots N instead")])
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _host_problems(name: str, slots: int) -> list[Problem]:
+    problems = []
+    if rule := host_name_rule(name):
+        problems.append(Problem("SLURM_JOB_NODELIST", name, rule, "Ask for other hosts"))
+    if not 1 <= slots <= MAX_SLOTS:
+        rule = f"{name} needs from 1 to {MAX_SLOTS} slots"
+        problems.append(Problem("slots", slots, rule, "Ask for --gpus-per-node=N, or give --slots N"))
+    return problems
