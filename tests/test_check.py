@@ -30,6 +30,17 @@ def imported(stderr: str) -> set[str]:
     return {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
 
 
+def test_no_credentials_of_the_environment_are_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "WANDB_API_KEY"):
+        monkeypatch.setenv(name, "hush-hush")
+    job = ("--output_dir", str(tmp_path), "--world_size", "2", "--model", "tiny", "--print_config")
+    done = run(*job, "--data", "s3://bucket/text.txt")
+    assert "train_micro_batch_size_per_gpu" in done.stdout
+    assert "hush-hush" not in done.stdout + done.stderr
+
+
 def test_a_good_job_exits_with_0_and_imports_no_torch(tmp_path: Path) -> None:
     done = run("--output_dir", str(tmp_path), "--world_size", "2", "--model", "tiny")
     assert done.returncode == 0, done.stderr

@@ -1,126 +1,130 @@
-"""The pods of a manifest, started here with exactly its command: training, eviction, going on.
+"""The pods of a manifest on two hosts inside this machine, with their command: training, eviction, return.
 
-What Kubernetes would do is done by hand: the index is expanded, volumes are folders, and the first pod's name
-is this machine's address.
+What Kubernetes would do is done by hand: it knows the pods' names, expands the index, and puts folders in the
+place of volumes.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pipeline import deploy
-from pipeline.cluster.rank_environment import LOOPBACK, free_port
+from pipeline.cluster.hostfile import read_hostfile
 from pipeline.job.problems import EXIT_FINISHED, EXIT_STOPPED
 from tests.deployment.manifest import by_kind, pod_and_container, words_of_pod
 from tests.end_to_end.jobs import Workshop
+from tests.hosts import HostProcess, Hosts
 
+# As a Secret brings them.
+CREDENTIALS = {
+    "AWS_SECRET_ACCESS_KEY": "hush-hush-aws",
+    "HF_TOKEN": "hush-hush-hub",
+    "WANDB_API_KEY": "hush-hush-wandb",
+}
 ROOT = Path(__file__).resolve().parents[2]
-PODS = 2
+STEPS = 150
+SECONDS = 120
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A manifest, and the storage of its pods."""
+    """A manifest, hosts for its pods, and their storage."""
 
     text: str
+    hosts: Hosts
     storage: Path
-    port: int
 
-    def start(self, index: int) -> subprocess.Popen[str]:
+    def place(self) -> None:
+        """The config map, and the names of the pods on each host."""
+        (self.storage / "hosts").mkdir()
+        hostfile = self.storage / "hosts" / "hostfile"
+        hostfile.write_text(by_kind(self.text)["ConfigMap"]["data"]["hostfile"])
+        pods = [pod.name for pod in read_hostfile(hostfile)[0]]
+        addresses = [self.hosts.address(host) for host in self.hosts.names]
+        names = "".join(f"{address} {pod}\n" for address, pod in zip(addresses, pods, strict=True))
+        for host in self.hosts.names:
+            known = self.hosts.path(host, "/etc/hosts").read_text()
+            self.hosts.replace_file(host, Path("/etc/hosts"), known + names)
+
+    def start(self, index: int) -> HostProcess:
         """A pod's only container."""
-        pod, container = pod_and_container(self.text)
-        hosts = self.storage / "hosts"
-        hosts.mkdir(exist_ok=True)
-        (hosts / "hostfile").write_text(by_kind(self.text)["ConfigMap"]["data"]["hostfile"])
-        places = {"storage": self.storage, "hosts": hosts}
+        _, container = pod_and_container(self.text)
         words = words_of_pod(container, index)
+        places = {"storage": self.storage, "hosts": self.storage / "hosts"}
         for mount in container["volumeMounts"]:
             if mount["name"] in places:
-                words = [re.sub(rf"^{mount['mountPath']}\b", str(places[mount["name"]]), w) for w in words]
-        first = words[words.index("--master_addr") + 1]
-        words = [LOOPBACK if word == first else word for word in words]
-        # A pod has all ports for itself.
+                place = str(places[mount["name"]])
+                words = [re.sub(rf"^{mount['mountPath']}\b", place, word) for word in words]
+        # launch.sh without the set-up is this line.
         command = [sys.executable, ROOT / "pipeline" / "cluster" / "launch.py", *words]
-        command += ["--master_port", str(self.port)]
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-        environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        environment |= {each["name"]: each["value"] for each in container.get("env", [])}
-        environment["JOB_COMPLETION_INDEX"] = str(index)
-        assert pod["restartPolicy"] == "Never"
-        return subprocess.Popen(
-            command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-
-
-def finish(pods: list[subprocess.Popen[str]]) -> list[str]:
-    """Wait for the pods; their output."""
-    try:
-        return [pod.communicate(timeout=120)[0] for pod in pods]
-    finally:
-        for pod in pods:
-            pod.kill()
+        environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **CREDENTIALS}
+        return self.hosts.start(self.hosts.names[index], command, env=environment, cwd=ROOT)
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cluster:
+def cluster(
+    make_hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Cluster:
     monkeypatch.chdir(ROOT)
-    storage = tmp_path / "storage"
-    workshop = Workshop(storage)
-    text = Path(workshop.text())
-    workshop.config()
-    job: list[Any] = ["--model", "tiny", "--seq_length", "32", "--sample_tokens", "0", "--eval_samples", "4"]
-    job += ["--deepspeed_config", "/storage/config.json", "--data", f"/storage/{text.name}"]
-    job += ["--train_steps", "150", "--eval_interval", "0", "--stop_timeout", "60", "--log_interval", "1"]
-    hosts = ["--hostfile", "hostfiles/a100x4", "--num_nodes", str(PODS), "--num_gpus", "1"]
+    workshop = Workshop(tmp_path)
+    text, config = Path(workshop.text()).name, Path(workshop.config()).name
+    job = ["--model", "tiny", "--seq_length", "32", "--sample_tokens", "0", "--eval_samples", "4"]
+    job += ["--deepspeed_config", f"/storage/{config}", "--data", f"/storage/{text}", "--stop_timeout", "60"]
+    job += ["--train_steps", str(STEPS), "--eval_interval", "0", "--log_interval", "1"]
+    hosts = ["--hostfile", "hostfiles/a100x4", "--num_nodes", "2", "--num_gpus", "1"]
     assert deploy.main(["kubernetes", *hosts, "--image", "gpt:1", "--claim", "training", *job]) == 0
-    return Cluster(capsys.readouterr().out, storage, free_port())
+    cluster = Cluster(capsys.readouterr().out, make_hosts(2), tmp_path)
+    cluster.place()
+    return cluster
 
 
 @pytest.mark.slow
+@pytest.mark.multihost
 def test_pods_train_stop_when_one_is_evicted_and_go_on(cluster: Cluster) -> None:
     run = cluster.storage / "runs" / "pretrain"
-    pods = [cluster.start(index) for index in range(PODS)]
-    try:
-        deadline = time.monotonic() + 120
-        while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").read_text():
-            assert time.monotonic() < deadline and all(pod.poll() is None for pod in pods)
-            time.sleep(0.05)
-        # An eviction of the pod that is not the first.
-        pods[1].send_signal(signal.SIGTERM)
-    except BaseException:
-        for pod in pods:
-            pod.kill()
-        raise
-    outputs = finish(pods)
-    assert [pod.returncode for pod in pods] == [EXIT_STOPPED] * PODS, outputs
-    stopped = int(re.search(r"stopped after step (\d+) of 150", outputs[0])[1])
+    pods = [cluster.start(0), cluster.start(1)]
+
+    def has_trained() -> bool:
+        assert [pod.stderr for pod in pods if pod.returncode is not None] == []
+        metrics = run / "metrics.jsonl"
+        return metrics.exists() and bool(metrics.read_text())
+
+    cluster.hosts.wait_until(has_trained, SECONDS, "the first step")
+    # Command lines can be read by every user of a host.
+    commands = [line for host in cluster.hosts.names for line in cluster.hosts.processes(host)]
+    assert sum("pretrain.py" in line for line in commands) >= 2
+    assert [line for line in commands if "hush-hush" in line] == []
+    # An eviction of the pod that is not the first.
+    pods[1].send_signal(signal.SIGTERM)
+    assert [pod.wait(SECONDS) for pod in pods] == [EXIT_STOPPED] * 2, said(pods)
+    stopped = int(re.search(rf"stopped after step (\d+) of {STEPS}", said(pods))[1])
     assert (run / "checkpoints" / f"global_step{stopped}").is_dir()
     # The description of the job is printed once, by the first pod.
-    assert ["This job can start." in output for output in outputs] == [True, False]
-    # Both pods are replaced; the second may come much earlier, or later.
-    first, second = cluster.start(0), None
-    lock = run / "lock"
-    deadline = time.monotonic() + 60
-    while not _locked(lock):
-        assert time.monotonic() < deadline and first.poll() is None
-        time.sleep(0.05)
+    assert ["This job can start." in pod.stdout for pod in pods] == [True, False]
+
+    # Both are replaced, the second when rank 0 is there already and holds the folder.
+    first = cluster.start(0)
+    cluster.hosts.wait_until(lambda: first.returncode is not None or locked(run / "lock"), SECONDS, "rank 0")
     second = cluster.start(1)
-    outputs = finish([first, second])
-    assert [first.returncode, second.returncode] == [EXIT_FINISHED] * PODS, outputs
-    assert f"global_step{stopped}" in outputs[0] and "finished 150 steps" in outputs[0]
+    assert [first.wait(SECONDS), second.wait(SECONDS)] == [EXIT_FINISHED] * 2, said([first, second])
+    assert f"global_step{stopped}" in first.stdout and f"finished {STEPS} steps" in first.stdout
+    assert "hush-hush" not in said([*pods, first, second])
+    files = [path for path in cluster.storage.rglob("*") if path.is_file()]
+    assert len(files) > 10
+    assert [path for path in files if b"hush-hush" in path.read_bytes()] == []
 
 
-def _locked(path: Path) -> bool:
-    """Whether rank 0 of the first pod is there already."""
-    held = subprocess.run(["flock", "--nonblock", "--shared", path, "true"], check=False)
-    return held.returncode != 0
+def said(pods: list[HostProcess]) -> str:
+    return "\n".join(pod.stdout + pod.stderr for pod in pods)
+
+
+def locked(path: Path) -> bool:
+    """Whether rank 0 has taken the folder."""
+    return path.exists() and subprocess.run(["flock", "-n", "-s", path, "true"], check=False).returncode != 0
