@@ -62,14 +62,14 @@ def tokenizer_facts(name: str | None) -> TokenizerFacts:
     return read_tokenizer_folder(name)
 
 
-def chosen_tokenizer(name: str | None, paths: Sequence[str]) -> str | None:
-    """The tokenizer that a run uses: the one it names, else the one saved beside the token files among
-    `paths`, else None, the byte tokenizer."""
+def chosen_tokenizer(name: str | None, paths: Sequence[str], default: str | None = None) -> str | None:
+    """The tokenizer for data: the one that is named, else the one saved beside the token files among `paths`,
+    else `default`. None is the byte tokenizer."""
     if name is not None:
         return name
     prefixes = (token_prefix(path) for path in paths)
     folders = (f"{prefix}{BESIDE_TOKENS}" for prefix in prefixes if prefix is not None)
-    return next((folder for folder in folders if is_folder(folder)), None)
+    return next((folder for folder in folders if is_folder(folder)), default)
 
 
 def read_tokenizer_folder(name: str) -> TokenizerFacts:

@@ -132,6 +132,7 @@ def load_data(
     *,
     validation: Sequence[SourceSpec] = (),
     tokenizer_name: str | None = None,
+    default_tokenizer: str | None = None,
     rules: Rules | None = None,
     saved: dict[str, Any] | None = None,
     position: int = 0,
@@ -145,7 +146,7 @@ def load_data(
         cache_folder: Where token files and long indexes are kept.
         report: Receives messages about long work; silent on all ranks but one.
         validation: Named sets, evaluated whole.
-        tokenizer_name: See `chosen_tokenizer`.
+        tokenizer_name, default_tokenizer: See `chosen_tokenizer`.
         rules: Where the text of a record is, and what happens to a bad one.
         saved: What `Continued.progress` gave the checkpoint that the run goes on from.
         position: Samples consumed by then.
@@ -157,7 +158,7 @@ def load_data(
         TimeoutError, OSError: see `cached_tokens`.
     """
     paths = [path for spec in (*sources, *validation) for path in spec.paths]
-    tokenizer = load_tokenizer(chosen_tokenizer(tokenizer_name, paths))
+    tokenizer = load_tokenizer(chosen_tokenizer(tokenizer_name, paths, default_tokenizer))
     if problems := vocabulary_problems(tokenizer, settings.vocab_size):
         raise JobError(problems)
 

@@ -1,4 +1,4 @@
-"""Hugging Face's description of a GPT-2, Llama or Qwen2 model -> ours. No transformers.
+"""Hugging Face's description of a GPT-2, Llama, Qwen2, Qwen3 or Starcoder2 model -> ours. No transformers.
 
 Defaults of absent fields are those of transformers' configuration classes, because its own files may
 leave defaults out.
@@ -170,28 +170,28 @@ def _gpt2(fields: _Fields) -> ModelConfig:
         ffn_hidden_size=fields.whole_or("n_inner", 4 * hidden),
         max_position_embeddings=positions,
         norm_eps=fields.number("layer_norm_epsilon", 1e-5),
-        activation=_activation(fields),
+        activation=_activation(fields, "activation_function", "gelu_new"),
         tied=fields.flag("tie_word_embeddings", True),
-        dropout=_gpt2_dropout(fields),
+        dropout=_dropout(fields, "resid_pdrop", "embd_pdrop", 0.1),
         attention_dropout=fields.number("attn_pdrop", 0.1),
         init_std=fields.number("initializer_range", 0.02),
     )
 
 
-def _activation(fields: _Fields) -> Any:
-    value = fields.get("activation_function", "gelu_new")
+def _activation(fields: _Fields, name: str, default: str) -> Any:
+    value = fields.get(name, default)
     if isinstance(value, str) and value in _ACTIVATIONS:
         return _ACTIVATIONS[value]
-    fields.refuse("activation_function", value, "is not built here", did_you_mean(str(value), _ACTIVATIONS))
+    fields.refuse(name, value, "is not built here", did_you_mean(str(value), _ACTIVATIONS))
     return "gelu"
 
 
-def _gpt2_dropout(fields: _Fields) -> float:
-    residual, embedding = fields.number("resid_pdrop", 0.1), fields.number("embd_pdrop", 0.1)
-    if residual != embedding:
-        rule = f"differs from resid_pdrop = {residual:g}; one rate serves embedding and residual branches"
-        fields.refuse("embd_pdrop", embedding, rule, "Make the two equal")
-    return residual
+def _dropout(fields: _Fields, residual: str, embedding: str, default: float) -> float:
+    rate, other = fields.number(residual, default), fields.number(embedding, default)
+    if rate != other:
+        rule = f"differs from {residual} = {rate:g}; one rate serves embedding and residual branches"
+        fields.refuse(embedding, other, rule, "Make the two equal")
+    return rate
 
 
 def _llama(fields: _Fields) -> ModelConfig:
@@ -215,7 +215,7 @@ def _llama(fields: _Fields) -> ModelConfig:
     )
 
 
-def _qwen2(fields: _Fields) -> ModelConfig:
+def _qwen2(fields: _Fields, **more: Any) -> ModelConfig:
     """Qwen2 always has biases on q, k and v, and nowhere else. Absent num_key_value_heads mean 32."""
     heads = fields.whole("num_attention_heads", 32)
     groups = fields.get("num_key_value_heads", 32)
@@ -227,8 +227,41 @@ def _qwen2(fields: _Fields) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=heads if groups is None else fields.whole("num_key_value_heads", 32),
         max_position_embeddings=fields.whole("max_position_embeddings", 32768),
-        bias=False,
-        qkv_bias=True,
+        **{"bias": False, "qkv_bias": True, **more},
+    )
+
+
+def _qwen3(fields: _Fields) -> ModelConfig:
+    """Qwen2 with norms of q and k instead of biases. An absent head_dim means 128."""
+    if fields.flag("attention_bias", False):
+        rule = "is not supported: q, k, v and the output projection would have biases, the rest none"
+        fields.refuse("attention_bias", True, rule, "Set it to false, if the model allows that")
+    return _qwen2(fields, qkv_bias=False, qk_norm=True, head_dim=fields.whole("head_dim", 128))
+
+
+def _starcoder2(fields: _Fields) -> ModelConfig:
+    """Rotary positions and grouped heads around GPT-2's norms and feed-forward layer."""
+    if (window := fields.get("sliding_window", None)) is not None:
+        rule = "is not supported: every layer attends to all earlier tokens"
+        fields.refuse("sliding_window", window, rule, "Set it to null, if the model allows that")
+    bias = fields.flag("use_bias", True)
+    return _rotary(
+        fields,
+        hidden_size=fields.whole("hidden_size", 3072),
+        num_layers=fields.whole("num_hidden_layers", 30),
+        vocab_size=fields.whole("vocab_size", 49152),
+        ffn_hidden_size=fields.whole("intermediate_size", 12288),
+        num_heads=fields.whole("num_attention_heads", 24),
+        num_kv_heads=fields.whole("num_key_value_heads", 2),
+        max_position_embeddings=fields.whole("max_position_embeddings", 4096),
+        norm="layernorm",
+        norm_eps=fields.number("norm_epsilon", 1e-5),
+        activation=_activation(fields, "hidden_act", "gelu_pytorch_tanh"),
+        bias=bias,
+        qkv_bias=bias,
+        tied=fields.flag("tie_word_embeddings", True),
+        dropout=_dropout(fields, "residual_dropout", "embedding_dropout", 0.0),
+        init_std=fields.number("initializer_range", 0.018042),
     )
 
 
@@ -244,30 +277,39 @@ def _no_sliding_window(fields: _Fields) -> None:
         fields.refuse("use_sliding_window", True, rule, "Set it to false, if the model allows that")
 
 
-def _rotary(fields: _Fields, *, num_heads: int, **sizes: Any) -> ModelConfig:
-    """What Llama and Qwen2 have in common."""
-    hidden = fields.whole("hidden_size", 4096)
-    if fields.get("hidden_act", "silu") not in ("silu", "swish"):
-        fields.refuse("hidden_act", fields.values["hidden_act"], "is not built here", "Use silu")
+def _rotary(fields: _Fields, **sizes: Any) -> ModelConfig:
+    """What all but GPT-2 have in common; `sizes` says what this kind has of its own."""
+    if "hidden_size" not in sizes:
+        sizes["hidden_size"] = fields.whole("hidden_size", 4096)
+    if "activation" not in sizes:
+        sizes |= _rms_norm_and_swiglu(fields)
     _full_attention_only(fields)
-    head_dim = fields.whole_or("head_dim", 0)
+    head_dim = sizes.pop("head_dim", 0) or fields.whole_or("head_dim", 0)
+    if not head_dim:
+        head_dim = fields.quotient("hidden_size", sizes["hidden_size"], sizes["num_heads"], "heads")
     return ModelConfig(
         name=fields.source,
-        hidden_size=hidden,
-        num_layers=fields.whole("num_hidden_layers", 32),
-        num_heads=num_heads,
-        head_dim=head_dim or fields.quotient("hidden_size", hidden, num_heads, "heads"),
+        head_dim=head_dim,
         position="rotary",
         rope_theta=_rope_theta(fields),
-        norm="rmsnorm",
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
-        activation="swiglu",
-        tied=fields.flag("tie_word_embeddings", False),
-        dropout=0.0,
         attention_dropout=fields.number("attention_dropout", 0.0),
-        init_std=fields.number("initializer_range", 0.02),
         **sizes,
     )
+
+
+def _rms_norm_and_swiglu(fields: _Fields) -> dict[str, Any]:
+    """What Llama and Qwen have in common beside."""
+    if fields.get("hidden_act", "silu") not in ("silu", "swish"):
+        fields.refuse("hidden_act", fields.values["hidden_act"], "is not built here", "Use silu")
+    return {
+        "num_layers": fields.whole("num_hidden_layers", 32),
+        "norm": "rmsnorm",
+        "norm_eps": fields.number("rms_norm_eps", 1e-6),
+        "activation": "swiglu",
+        "tied": fields.flag("tie_word_embeddings", False),
+        "dropout": 0.0,
+        "init_std": fields.number("initializer_range", 0.02),
+    }
 
 
 def _full_attention_only(fields: _Fields) -> None:
@@ -300,4 +342,10 @@ def _plain_rotary(parameters: dict[str, Any]) -> bool:
     return known and number and kind == "default" and parameters.get("partial_rotary_factor", 1) in (None, 1)
 
 
-KINDS: dict[str, Callable[[_Fields], ModelConfig]] = {"gpt2": _gpt2, "llama": _llama, "qwen2": _qwen2}
+KINDS: dict[str, Callable[[_Fields], ModelConfig]] = {
+    "gpt2": _gpt2,
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "starcoder2": _starcoder2,
+}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import accumulate
 
-from pipeline.data.sources import training_paths
-from pipeline.data.tokenizer_files import BYTES, chosen_tokenizer, tokenizer_facts
+from pipeline.data.tokenizer_files import BYTES, tokenizer_facts
 from pipeline.job.facts import Facts
+from pipeline.job.model_source import tokenizer_of
 from pipeline.job.problems import JobError, Problem
 from pipeline.job.suggest import listed
 
@@ -85,7 +85,7 @@ def positions(f: Facts) -> Iterable[Problem]:
 
 def vocabulary(f: Facts) -> Iterable[Problem]:
     try:
-        tokenizer = tokenizer_facts(chosen_tokenizer(f.options.tokenizer, training_paths(f.options)))
+        tokenizer = tokenizer_facts(tokenizer_of(f.options))
     except JobError as error:
         yield from error.problems
         return

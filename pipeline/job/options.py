@@ -28,8 +28,8 @@ class Options:
     """DeepSpeed JSON: batch sizes, precision, ZeRO, optimizer, schedule and the parallel sizes. A relative
     path is looked up in the current folder, then in the project's."""
     model: str = "auto"
-    """Preset name, Hugging Face config.json, or a folder holding one. auto: tiny on CPU, gpt2-124m on
-    GPU."""
+    """Preset name, or a Hugging Face folder, whose weights and tokenizer are used where it has some, or a
+    config.json, for random weights. auto: tiny on CPU, gpt2-124m on GPU."""
     data: tuple[str, ...] = ()
     """What to train on: text, .jsonl[.gz|.zst] and .parquet files, folders of them, saved datasets folders,
     the PREFIX of Megatron token files, hub:NAME; files, folders and PREFIX at s3://, gs:// and http(s)://
@@ -41,7 +41,8 @@ class Options:
     validation: tuple[str, ...] = ()
     """Validation sets, NAME=PATH; a NAME may come several times. Each is evaluated and logged by its name."""
     tokenizer: str | None = None
-    """bytes, or a Hugging Face tokenizer folder. None: the one saved beside token files, else bytes."""
+    """bytes, or a Hugging Face tokenizer folder. None: the one saved beside token files, else the one in the
+    model's folder, else bytes."""
     text_field: str = "text"
     """The field of JSON lines, and the column of Parquet files and datasets, that holds the text."""
     on_bad_record: str = "stop"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline.cluster.world import World
+from pipeline.hugging_face.weights import initial_weights
 from pipeline.job.batch import MICRO, STEPS, TRAIN, BatchRequest, resolve_batch
 from pipeline.job.buckets import reduce_bucket
 from pipeline.job.deepspeed_dict import deepspeed_dict
@@ -16,7 +17,7 @@ from pipeline.job.job import Batch, Job, OptimizerConfig, Precision, Resolved
 from pipeline.job.json_reader import read_json
 from pipeline.job.learning import resolve_learning
 from pipeline.job.model_config import ModelConfig
-from pipeline.job.model_files import load_model
+from pipeline.job.model_source import model_of, output_folder, starts_anew, weights_problems
 from pipeline.job.monitors import monitor_problems, resolved_monitors
 from pipeline.job.option_ranges import option_problems
 from pipeline.job.options import Options
@@ -116,6 +117,7 @@ def examine(options: Options, world: World | None, problems: Iterable[Problem] =
     draft.train_steps = draft.derive("run length", _train_steps, facts, draft)
     draft.derive("schedule", _learning, facts, draft)
     draft.derive("output folder", _check_folder, facts)
+    draft.derive("weights", _weights, facts, draft)
     draft.problems += check_rules(replace(facts, _batch=draft.batch, failures=draft.failures))
     if not draft.errors:
         draft.job = _assemble(facts, draft)
@@ -128,21 +130,10 @@ def config_path(given: str) -> Path:
     return path if path.is_absolute() or exists(path) or not exists(PROJECT / path) else PROJECT / path
 
 
-def output_folder(options: Options, model: ModelConfig) -> str:
-    """The run's folder: as given, or runs/<name of the model>."""
-    if options.output_dir is not None:
-        return options.output_dir
-    path = Path(model.name)
-    return str(Path("runs") / (path.parent.name if path.name == "config.json" else path.stem))
-
-
 def _model(options: Options, world: World | None) -> ModelConfig:
     if options.model == "auto" and world is None:
         raise Undecided
-    model = load_model(options.model, world.device if world else "cpu")
-    if options.dropout is None or not 0 <= options.dropout < 1:
-        return model
-    return replace(model, dropout=options.dropout, attention_dropout=options.dropout)
+    return model_of(options, world.device if world else "cpu")
 
 
 def _mesh(facts: Facts) -> Mesh:
@@ -216,8 +207,21 @@ def _learning(facts: Facts, draft: Draft) -> None:
         raise JobError(learning.problems)
 
 
+def _weights(facts: Facts, draft: Draft) -> None:
+    """Where the weights of step 0 come from.
+
+    Raises:
+        JobError: they are not those of the model.
+    """
+    options, weights = facts.options, initial_weights(facts.options.model)
+    if weights.reason and starts_anew(options, Path(output_folder(options, facts.model.name))):
+        draft.note("weights", str(weights.folder or "random"), weights.reason)
+        if problems := weights_problems(options, facts.model):
+            raise JobError(problems)
+
+
 def _check_folder(facts: Facts) -> None:
-    folder = Path(output_folder(facts.options, facts.model))
+    folder = Path(output_folder(facts.options, facts.model.name))
     problems = folder_problems(folder, identity(facts.options, facts.model, facts.sequence_length))
     problems += restart_problems(folder, facts.options.resume)
     if problems:
@@ -228,7 +232,7 @@ def _assemble(facts: Facts, draft: Draft) -> Job:
     options, config = facts.options, facts.config
     model, batch = known(draft.model), known(draft.batch)
     precision, steps = known(draft.precision), known(draft.train_steps)
-    output_dir = output_folder(options, model)
+    output_dir = output_folder(options, model.name)
     if options.output_dir is None:
         draft.note("output_dir", output_dir, "the model's name")
     clipping = config.get("gradient_clipping")

@@ -69,6 +69,9 @@ RULES: tuple[Rule, ...] = (
          "there is no row, or no trained rotation, beyond", layout.positions),
     Rule("vocabulary", "The model has an id for each of the tokenizer's",
          "every token has a row", layout.vocabulary),
+    Rule("initial weights", "The weights in the model's folder are those that its config.json describes, as "
+         "safetensors, and the tokens are those of its tokenizer",
+         "a run begins with the weights it names or not at all", _derived("weights")),
     Rule("dualpipev", "DualPipeV needs at least two stages",
          "it runs two directions through a pipeline", layout.dualpipev),
     Rule("partition", "Every chunk of layers holds a layer with weights; a list fits stages and layers",

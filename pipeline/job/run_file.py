@@ -8,16 +8,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pipeline.data.sources import training_paths
-from pipeline.data.tokenizer_files import chosen_tokenizer, tokenizer_facts
+from pipeline.data.tokenizer_files import tokenizer_facts
 from pipeline.job.job import Job
 from pipeline.job.model_config import ModelConfig
+from pipeline.job.model_source import CHECKPOINTS, tokenizer_of
 from pipeline.job.options import RUN_FILE, Options
 from pipeline.job.problems import JobError, Problem
 from pipeline.job.user_input import exists, is_folder
 from pipeline.training.atomic_file import replaced_atomically
-
-CHECKPOINTS = "checkpoints"
 
 
 def identity(options: Options, model: ModelConfig, sequence_length: int) -> dict[str, Any]:
@@ -43,7 +41,7 @@ def identity(options: Options, model: ModelConfig, sequence_length: int) -> dict
 def _tokenizer(options: Options) -> str:
     """Identity of the tokenizer, so that the same one may lie in another folder; the name of one that cannot
     be read, which a rule of its own refuses."""
-    name = chosen_tokenizer(options.tokenizer, training_paths(options))
+    name = tokenizer_of(options)
     try:
         return tokenizer_facts(name).identity
     except JobError:

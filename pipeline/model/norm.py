@@ -17,8 +17,8 @@ class LayerNorm(nn.Module):
     def __init__(self, make: ParameterFactory, size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = make.constant((size,), 1.0)
-        self.bias = make.constant((size,), 0.0)
+        self.weight = make.constant("weight", (size,), 1.0)
+        self.bias = make.constant("bias", (size,), 0.0)
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
@@ -34,7 +34,7 @@ class RMSNorm(nn.Module):
     def __init__(self, make: ParameterFactory, size: int, eps: float, partial_over: Group = None) -> None:
         super().__init__()
         self.eps, self.partial_over = eps, partial_over
-        self.weight = make.constant((size,), 1.0)
+        self.weight = make.constant("weight", (size,), 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
         weight = collectives.copy_to(self.weight, self.partial_over)

@@ -1,15 +1,17 @@
 """Parameters: drawn whole, then sliced. The one place that knows a parameter's name and its cut.
 
-The full tensor of each parameter is drawn from a generator seeded by (seed, parameter name), so initial
-weights are the same in every layout: no rank's draw depends on which other layers it holds. numpy draws
-them, because ZeRO-3's construction context replaces torch's constructors by ones in the compute type.
+Their values come from a `Source`, which gives a rank its part, or are drawn. The full tensor is drawn from a
+generator seeded by (seed, parameter name), so initial weights are the same in every layout: no rank's draw
+depends on which other layers it holds. numpy draws them, because ZeRO-3's construction context replaces
+torch's constructors by ones in the compute type.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -30,6 +32,13 @@ class Cut(NamedTuple):
     dim: int | None
 
 
+class Source(Protocol):
+    """Where initial values come from that are not drawn."""
+
+    def part(self, name: str, cut: Cut, parts: int, index: int) -> Tensor:
+        """Part `index` of `parts` of the parameter, in fp32; all of it where ``cut.dim`` is None."""
+
+
 def cut_of(parameter: nn.Parameter) -> Cut:
     """The cut that `ParameterFactory` made; every parameter of a model has one."""
     return parameter.cut  # type: ignore[attr-defined,no-any-return]
@@ -37,11 +46,16 @@ def cut_of(parameter: nn.Parameter) -> Cut:
 
 @dataclass(frozen=True)
 class ParameterFactory:
-    """Makes parameters under a name prefix, as ``make = factory.under("2").under("attention")``."""
+    """Makes parameters under a name prefix, as ``make = factory.under("2").under("attention")``.
+
+    Attributes:
+        source: Gives the values of all parameters; None: they are drawn, or constant.
+    """
 
     seed: int
     parallel: Parallel
     prefix: str = ""
+    source: Source | None = None
 
     def under(self, name: str) -> ParameterFactory:
         """The factory for a submodule called `name`."""
@@ -49,19 +63,33 @@ class ParameterFactory:
 
     def normal(self, name: str, shape: tuple[int, ...], std: float, dim: int | None = None) -> nn.Parameter:
         """Drawn from N(0, std^2) for the full `shape`, then cut along `dim`."""
-        seeds = np.random.SeedSequence([self.seed, zlib.crc32(f"{self.prefix}{name}".encode())])
-        full = np.random.Generator(np.random.PCG64(seeds)).standard_normal(shape, dtype=np.float32)
-        return self._cut(torch.from_numpy(full * np.float32(std)), dim)
 
-    def constant(self, shape: tuple[int, ...], value: float, dim: int | None = None) -> nn.Parameter:
+        def draw() -> np.ndarray:
+            seeds = np.random.SeedSequence([self.seed, zlib.crc32(f"{self.prefix}{name}".encode())])
+            full = np.random.Generator(np.random.PCG64(seeds)).standard_normal(shape, dtype=np.float32)
+            return full * np.float32(std)
+
+        return self._make(name, shape, dim, draw)
+
+    def constant(
+        self, name: str, shape: tuple[int, ...], value: float, dim: int | None = None
+    ) -> nn.Parameter:
         """Filled with `value`."""
-        return self._cut(torch.from_numpy(np.full(shape, value, dtype=np.float32)), dim)
+        return self._make(name, shape, dim, lambda: np.full(shape, value, dtype=np.float32))
 
-    def _cut(self, full: Tensor, dim: int | None) -> nn.Parameter:
-        mesh, here = self.parallel.mesh, self.parallel.coordinates
-        part = full if dim is None else full.chunk(mesh.tensor, dim)[here.tensor].contiguous()
+    def _make(
+        self, name: str, shape: tuple[int, ...], dim: int | None, draw: Callable[[], np.ndarray]
+    ) -> nn.Parameter:
+        parts, index = self.parallel.mesh.tensor, self.parallel.coordinates.tensor
+        cut = Cut(shape, dim if parts > 1 else None)
+        if self.source is not None:
+            part = self.source.part(f"{self.prefix}{name}", cut, parts, index)
+        else:
+            full = torch.from_numpy(draw())
+            # A copy: a view would keep the whole.
+            part = full if cut.dim is None else full.chunk(parts, cut.dim)[index].clone()
         parameter = nn.Parameter(part)
-        parameter.cut = Cut(tuple(full.shape), dim if mesh.tensor > 1 else None)  # type: ignore[attr-defined]
+        parameter.cut = cut  # type: ignore[attr-defined]
         return parameter
 
 

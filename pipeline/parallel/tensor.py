@@ -30,7 +30,7 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.group = make.parallel.tensor_group
         self.weight = make.normal("weight", (size_out, size_in), std, dim=0)
-        self.bias = make.constant((size_out,), 0.0, dim=0) if bias else None
+        self.bias = make.constant("bias", (size_out,), 0.0, dim=0) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.linear(collectives.copy_to(x, self.group), self.weight, self.bias)
@@ -43,7 +43,7 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.group = make.parallel.tensor_group
         self.weight = make.normal("weight", (size_out, size_in), std, dim=1)
-        self.bias = make.constant((size_out,), 0.0) if bias else None
+        self.bias = make.constant("bias", (size_out,), 0.0) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.group is None:

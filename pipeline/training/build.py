@@ -15,16 +15,20 @@ from pipeline.model.pipelined import build_pipelined
 from pipeline.parallel.context import Parallel
 from pipeline.parallel.documents import DocumentBoard
 from pipeline.parallel.dropout import DropoutClock
-from pipeline.parallel.parameters import ParameterFactory, mark_counted_once
+from pipeline.parallel.parameters import ParameterFactory, Source, mark_counted_once
 from pipeline.training.engine import PipelinedEngine, SequentialEngine, TrainEngine
 from pipeline.training.loss import token_loss
 from pipeline.training.optimizer import build_optimizer
 
 
-def build_engine(job: Job, parallel: Parallel) -> TrainEngine:
-    """Build this rank's part of the model and hand it to DeepSpeed. Collective."""
+def build_engine(job: Job, parallel: Parallel, weights: Source | None = None) -> TrainEngine:
+    """Build this rank's part of the model and hand it to DeepSpeed. Collective.
+
+    Args:
+        weights: Gives the initial weights; None: they are drawn.
+    """
     clock = DropoutClock(job.options.seed, job.batch.micro_batch_size)
-    factory = ParameterFactory(job.options.seed, parallel)
+    factory = ParameterFactory(job.options.seed, parallel, source=weights)
     board = DocumentBoard()
     plans = plan_layers(job.model, factory, clock, job.activation_checkpointing, board)
     topology = _topology(parallel)

@@ -27,8 +27,11 @@ from pipeline.data.preparation import Rules
 from pipeline.data.remote_cache import RemoteCache
 from pipeline.data.sources import SourceSpec, training_sources, validation_sets
 from pipeline.data.training_data import DataSettings, TrainingData, load_data
+from pipeline.hugging_face.folder_weights import FolderWeights
+from pipeline.hugging_face.weights import initial_weights
 from pipeline.job.durations import parse_duration
 from pipeline.job.job import Job
+from pipeline.job.model_source import TOKENIZER_FOLDER, model_tokenizer
 from pipeline.job.run_file import write_run_file
 from pipeline.parallel.context import Parallel
 from pipeline.training.agreement import agree_on_start, first_reason, gather_rows
@@ -51,7 +54,6 @@ from pipeline.training.stopping import StopFile, Stopping, TimeLimit, reason_tex
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
-TOKENIZER_FOLDER = "tokenizer"
 STOP_FILE = "STOP"
 # What a host is taken to write in a second, until the first save has been measured.
 WRITE_RATE = 500e6
@@ -114,8 +116,9 @@ def run(
     parallel = Parallel.create(job.mesh, GROUP_TIMEOUT)
     stop.ranks_met()
     agree_on_start(parallel, data.fingerprint, state.step)
+    weights = None if checkpoint else initial_weights(job.options.model).folder
     with captured_stdout():
-        engine = build_engine(job, parallel)
+        engine = build_engine(job, parallel, FolderWeights(weights, job.model) if weights else None)
     ending = None
     if checkpoint:
         ending = _stopped_before_loading(parallel, stopping, state)
@@ -190,6 +193,7 @@ def _data(job: Job, state: TrainState, rank: int, console: Console, remote: Remo
         console.message,
         validation=local(validation_sets(options)),
         tokenizer_name=options.tokenizer,
+        default_tokenizer=model_tokenizer(options),
         rules=Rules(options.text_field, options.on_bad_record),
         saved=state.data,
         position=state.consumed_samples,
@@ -344,9 +348,12 @@ def repetition(job: Job, data: TrainingData) -> list[str]:
 
 def origin(job: Job, selection: Selection) -> list[str]:
     """Where the weights come from, and what has been changed since they were saved."""
-    if selection.checkpoint is None:
-        return ["starting at step 0"]
-    return [*selection.notes, *origin_lines(job, selection.checkpoint)]
+    if selection.checkpoint is not None:
+        return [*selection.notes, *origin_lines(job, selection.checkpoint)]
+    weights = initial_weights(job.options.model)
+    if weights.folder is not None:
+        return [f"starting at step 0 with the weights in {weights.folder}"]
+    return [f"starting at step 0{f' from random weights: {weights.reason}' if weights.reason else ''}"]
 
 
 def parallelism(job: Job) -> list[str]:

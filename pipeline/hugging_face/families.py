@@ -1,0 +1,209 @@
+"""Which class of transformers computes what one of our models computes, and its config.json. No torch.
+
+    positions, norm, activation      biases                 class
+    learned, LayerNorm, GELU         all                    GPT2LMHeadModel
+    rotary, RMSNorm, SwiGLU          none, or all           LlamaForCausalLM
+    the same                         q, k, v only           Qwen2ForCausalLM
+    the same, norms of q and k       none                   Qwen3ForCausalLM
+    rotary, LayerNorm, GELU          none, or all           Starcoder2ForCausalLM
+
+A model is of one family at most, and what `pipeline.job.hugging_face_config` reads is of the family that its
+file names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.job.model_config import ModelConfig
+from pipeline.job.problems import JobError, Problem
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of model of transformers.
+
+    Attributes:
+        model_type: Its name in config.json.
+        architecture: The class.
+        base: What its tensors' names begin with, but for the output layer's; files of the model without its
+            output layer leave it out.
+        sizes: The fields of config.json that say what is computed.
+    """
+
+    model_type: str
+    architecture: str
+    base: str
+    sizes: Callable[[ModelConfig], dict[str, Any]]
+
+
+def family_of(model: ModelConfig) -> Family:
+    """The family that computes what `model` does.
+
+    Raises:
+        JobError: none does; all reasons.
+    """
+    name = _nearest(model)
+    if name is None:
+        rule = (
+            f"no class of transformers is known that has {model.position} positions, {model.norm} and "
+            f"{model.activation} at once"
+        )
+        remedy = f"Such models train, but are not exported. These are: {', '.join(FAMILIES)}"
+        raise JobError([Problem("model", model.name, rule, remedy)])
+    if reasons := list(_MISFITS[name](model)):
+        rule = f"is not a {FAMILIES[name].architecture}, the nearest class of transformers: "
+        remedy = "Such models train, but are not exported"
+        raise JobError([Problem("model", model.name, rule + "; ".join(reasons), remedy)])
+    return FAMILIES[name]
+
+
+def config_json(model: ModelConfig, dtype: str, end_of_document: int) -> dict[str, Any]:
+    """The content of config.json.
+
+    Args:
+        dtype: Format of the weights, by torch's name.
+        end_of_document: The id that ends a document. It also stands before the next one, so that a text may
+            be begun with it.
+
+    Raises:
+        JobError: as `family_of`.
+    """
+    family = family_of(model)
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        **family.sizes(model),
+        "vocab_size": model.vocab_size,
+        "initializer_range": model.init_std,
+        "tie_word_embeddings": model.tied,
+        "bos_token_id": end_of_document,
+        "eos_token_id": end_of_document,
+        "torch_dtype": dtype,
+        "use_cache": True,
+    }
+
+
+def generation_config_json(end_of_document: int) -> dict[str, Any]:
+    """The content of generation_config.json: what ends a text, and what fills up shorter ones of a batch."""
+    return dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), end_of_document)
+
+
+def _nearest(model: ModelConfig) -> str | None:
+    """The family with these positions, norm and activation."""
+    kind = (model.position, model.norm, "gelu" if model.activation != "swiglu" else "swiglu")
+    if kind == ("rotary", "rmsnorm", "swiglu"):
+        if model.qk_norm:
+            return "qwen3"
+        return "qwen2" if model.qkv_bias and not model.bias else "llama"
+    return {("learned", "layernorm", "gelu"): "gpt2", ("rotary", "layernorm", "gelu"): "starcoder2"}.get(kind)
+
+
+def _gpt2_misfits(model: ModelConfig) -> Iterator[str]:
+    if not model.bias:
+        yield "it has biases everywhere"
+    if model.num_kv_heads != model.num_heads:
+        yield f"it has as many kv heads as heads, not {model.num_kv_heads} of {model.num_heads}"
+    if model.num_heads * model.head_dim != model.hidden_size:
+        size = model.num_heads * model.head_dim
+        yield f"its heads together are as wide as the model, not {size} of {model.hidden_size}"
+    yield from _no_qk_norm(model)
+
+
+def _starcoder2_misfits(model: ModelConfig) -> Iterator[str]:
+    if model.qkv_bias and not model.bias:
+        yield "it has biases everywhere or nowhere"
+    yield from _no_qk_norm(model)
+
+
+def _qwen3_misfits(model: ModelConfig) -> Iterator[str]:
+    if model.bias or model.qkv_bias:
+        yield "it has no biases"
+
+
+def _no_qk_norm(model: ModelConfig) -> Iterator[str]:
+    if model.qk_norm:
+        yield "it has no norms of q and k"
+
+
+def _no_misfits(model: ModelConfig) -> Iterator[str]:
+    return iter(())
+
+
+def _gpt2(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "n_embd": model.hidden_size,
+        "n_layer": model.num_layers,
+        "n_head": model.num_heads,
+        "n_inner": model.ffn_hidden_size,
+        "n_positions": model.max_position_embeddings,
+        "layer_norm_epsilon": model.norm_eps,
+        "activation_function": "gelu_new" if model.activation == "gelu_tanh" else "gelu",
+        "resid_pdrop": model.dropout,
+        "embd_pdrop": model.dropout,
+        "attn_pdrop": model.attention_dropout,
+    }
+
+
+def _rotary(model: ModelConfig) -> dict[str, Any]:
+    """What all families with rotary positions have in common."""
+    return {
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "intermediate_size": model.ffn_hidden_size,
+        "max_position_embeddings": model.max_position_embeddings,
+        "rope_theta": model.rope_theta,
+        "attention_dropout": model.attention_dropout,
+    }
+
+
+def _rms(model: ModelConfig) -> dict[str, Any]:
+    return {**_rotary(model), "hidden_act": "silu", "rms_norm_eps": model.norm_eps}
+
+
+def _llama(model: ModelConfig) -> dict[str, Any]:
+    return {**_rms(model), "attention_bias": model.bias, "mlp_bias": model.bias}
+
+
+def _qwen2(model: ModelConfig) -> dict[str, Any]:
+    return {**_rms(model), "use_sliding_window": False}
+
+
+def _qwen3(model: ModelConfig) -> dict[str, Any]:
+    return {**_qwen2(model), "attention_bias": False}
+
+
+def _starcoder2(model: ModelConfig) -> dict[str, Any]:
+    return {
+        **_rotary(model),
+        "hidden_act": "gelu_pytorch_tanh" if model.activation == "gelu_tanh" else "gelu",
+        "norm_epsilon": model.norm_eps,
+        "use_bias": model.bias,
+        "residual_dropout": model.dropout,
+        "embedding_dropout": model.dropout,
+        "sliding_window": None,
+    }
+
+
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        Family("gpt2", "GPT2LMHeadModel", "transformer.", _gpt2),
+        Family("llama", "LlamaForCausalLM", "model.", _llama),
+        Family("qwen2", "Qwen2ForCausalLM", "model.", _qwen2),
+        Family("qwen3", "Qwen3ForCausalLM", "model.", _qwen3),
+        Family("starcoder2", "Starcoder2ForCausalLM", "model.", _starcoder2),
+    )
+}
+_MISFITS: dict[str, Callable[[ModelConfig], Iterator[str]]] = {
+    "gpt2": _gpt2_misfits,
+    "llama": _no_misfits,
+    "qwen2": _no_misfits,
+    "qwen3": _qwen3_misfits,
+    "starcoder2": _starcoder2_misfits,
+}

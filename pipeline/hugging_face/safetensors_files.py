@@ -1,0 +1,103 @@
+"""What safetensors files hold, from their headers alone: names, formats, shapes and places. No torch.
+
+A file begins with the length of its header (8 bytes, little-endian) and the header, a JSON object of
+``name: {"dtype", "shape", "data_offsets": [begin, end]}``; the tensors' bytes follow. Of several files,
+``model.safetensors.index.json`` says under ``weight_map`` which tensor is in which.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+# The library's own limit.
+LONGEST_HEADER = 100_000_000
+# Bytes per element of the formats that weights are read from and written in.
+SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+
+
+class Stored(NamedTuple):
+    """A tensor in a file."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def stored_tensors(folder: Path) -> dict[str, Stored]:
+    """Every tensor of a folder's weights, by name.
+
+    Raises:
+        ValueError: a file is missing or damaged, or does not hold what the index says.
+        OSError: one cannot be read.
+    """
+    if not (folder / INDEX).exists():
+        return read_header(folder / WEIGHTS)
+    places = _weight_map(folder / INDEX)
+    found: dict[str, Stored] = {}
+    for file in sorted(set(places.values())):
+        if not (folder / file).is_file():
+            raise ValueError(f"{INDEX} names {file}, which is missing")
+        found.update(read_header(folder / file))
+    astray = [name for name, file in places.items() if name not in found or found[name].file.name != file]
+    if astray:
+        raise ValueError(f"{INDEX} says of {listed(astray)} that {places[astray[0]]} has it, which is not so")
+    return found
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    try:
+        places = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        right = isinstance(places, dict) and all(isinstance(file, str) for file in places.values())
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path.name} cannot be read ({type(error).__name__}: {error})") from error
+    if not right or any("/" in file for file in places.values()):
+        raise ValueError(f"{path.name}: weight_map does not say which file of the folder has which tensor")
+    return places
+
+
+def read_header(path: Path) -> dict[str, Stored]:
+    """The tensors in one file.
+
+    Raises:
+        ValueError: it is no safetensors file, or not all of it is there.
+        OSError: it cannot be read.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= min(LONGEST_HEADER, size - 8):
+            raise ValueError(f"{path.name} is no safetensors file, or ends in its header")
+        text = file.read(length)
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        found = {name: Stored(path, each["dtype"], tuple(each["shape"])) for name, each in header.items()}
+        ends = [_end(each) for each in header.values()]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        message = f"{path.name}: its header cannot be read ({type(error).__name__}: {error})"
+        raise ValueError(message) from error
+    if (expected := 8 + length + max(ends, default=0)) != size:
+        raise ValueError(f"{path.name} has {size:,} bytes, and its header describes {expected:,}")
+    return found
+
+
+def _end(entry: dict[str, Any]) -> int:
+    """Where a tensor's bytes end."""
+    begin, end = entry["data_offsets"]
+    elements = math.prod(entry["shape"])
+    if entry["dtype"] in SIZES and end - begin != elements * SIZES[entry["dtype"]]:
+        raise ValueError(f"{end - begin} bytes are not {entry['shape']} of {entry['dtype']}")
+    return int(end)
+
+
+def listed(names: Iterable[str], most: int = 5) -> str:
+    """The first of some names, and how many there are beside."""
+    names = list(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

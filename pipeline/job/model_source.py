@@ -1,0 +1,115 @@
+"""What ``--model`` brings along: the model, the tokenizer in its folder, the weights of step 0. No torch.
+
+A run that has started keeps its model and tokenizer in its own folder. It goes on from there when the folder
+that ``--model`` names is gone.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from pipeline.data.sources import training_paths
+from pipeline.data.tokenizer_files import TOKENIZER, chosen_tokenizer, tokenizer_facts
+from pipeline.hugging_face.weights import folder_weights_problems, initial_weights, model_folder
+from pipeline.job.model_config import ModelConfig, model_from_json
+from pipeline.job.model_files import AUTO, CONFIG_FILE, load_model
+from pipeline.job.model_presets import PRESETS
+from pipeline.job.options import RUN_FILE, Options
+from pipeline.job.problems import JobError, Problem
+from pipeline.job.user_input import exists, is_file, is_folder
+
+CHECKPOINTS = "checkpoints"
+TOKENIZER_FOLDER = "tokenizer"
+
+
+def model_of(options: Options, device: str) -> ModelConfig:
+    """The model of a run, with its dropout.
+
+    Raises:
+        JobError: as `load_model`.
+    """
+    saved = _saved_run(options)
+    model = load_model(options.model, device) if saved is None else _saved_model(saved)
+    if options.dropout is None or not 0 <= options.dropout < 1:
+        return model
+    return replace(model, dropout=options.dropout, attention_dropout=options.dropout)
+
+
+def model_tokenizer(options: Options) -> str | None:
+    """The tokenizer that comes with the model; None where none does."""
+    saved = _saved_run(options)
+    folder = model_folder(options.model) if saved is None else saved / TOKENIZER_FOLDER
+    return str(folder) if folder is not None and is_file(folder / TOKENIZER) else None
+
+
+def tokenizer_of(options: Options) -> str | None:
+    """The tokenizer of a run: the one it names, else the one saved beside its token files, else the model's,
+    else None, which means bytes."""
+    return chosen_tokenizer(options.tokenizer, training_paths(options), model_tokenizer(options))
+
+
+def output_folder(options: Options, model_name: str) -> str:
+    """The run's folder: as given, or runs/<name of the model>."""
+    if options.output_dir is not None:
+        return options.output_dir
+    path = Path(model_name)
+    return str(Path("runs") / (path.parent.name if path.name == CONFIG_FILE else path.stem))
+
+
+def starts_anew(options: Options, folder: Path) -> bool:
+    """Whether a run in `folder` begins at step 0, as far as names tell."""
+    if options.resume == "auto":
+        checkpoints = folder / CHECKPOINTS
+        return not (is_folder(checkpoints) and any(checkpoints.iterdir()))
+    return options.resume == "never"
+
+
+def weights_problems(options: Options, model: ModelConfig) -> list[Problem]:
+    """Why a start at step 0 cannot begin with the weights in the model's folder."""
+    problems = folder_weights_problems(options.model, model)
+    folder = initial_weights(options.model).folder
+    if folder is None or options.tokenizer is not None:
+        return problems
+    return problems + _tokenizer_problems(options, str(folder))
+
+
+def _tokenizer_problems(options: Options, folder: str) -> list[Problem]:
+    """Token ids that mean something else to the weights."""
+    used, own = tokenizer_of(options), model_tokenizer(options)
+    if used is None:
+        rule = f"{folder} has weights but no {TOKENIZER}, without which nobody knows their tokens"
+        remedy = "Save the model's tokenizer there with AutoTokenizer's save_pretrained, or give --tokenizer"
+        return [Problem("tokenizer", None, rule, remedy)]
+    try:
+        same = own is None or tokenizer_facts(used).identity == tokenizer_facts(own).identity
+    except JobError:  # which the rule about the vocabulary reports
+        return []
+    if same:
+        return []
+    rule = f"made the tokens, and the weights in {folder} belong to the tokenizer there, which is another one"
+    remedy = "Prepare the data with the model's tokenizer, or insist with --tokenizer"
+    return [Problem("tokenizer", used, rule, remedy)]
+
+
+def _saved_run(options: Options) -> Path | None:
+    """The folder of the run that goes on without what ``--model`` names; None where that is there, or no run
+    was started with it."""
+    name = options.model
+    if name in (AUTO, *PRESETS) or exists(name) or options.resume == "never":
+        return None
+    path = Path(name) if name.endswith(".json") else Path(name) / CONFIG_FILE
+    folder = Path(output_folder(options, str(path)))
+    if options.resume != "auto":
+        folder = Path(options.resume).absolute().parents[1]
+    try:
+        saved = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
+        return folder if saved["options"]["model"] == name else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None  # the missing model is what is reported
+
+
+def _saved_model(folder: Path) -> ModelConfig:
+    path = folder / RUN_FILE
+    return model_from_json(json.loads(path.read_text(encoding="utf-8"))["model"], str(path))
