@@ -1,0 +1,118 @@
+"""``python -m pipeline.export CHECKPOINT FOLDER``: a checkpoint of any layout as a Hugging Face folder.
+
+On one machine, without a process group, with one parameter in memory at a time. Exit codes: 0 done, 2 with
+every problem if it cannot be done as asked, 1 anything else.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from pipeline.hugging_face.checkpoint_at import checkpoint_at, model_of_checkpoint, tokenizer_of_checkpoint
+from pipeline.hugging_face.families import family_of
+from pipeline.job.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem
+from pipeline.job.report import console, print_problems
+from pipeline.training.quiet import quiet_deepspeed
+
+if TYPE_CHECKING:
+    from pipeline.hugging_face.export_folder import Export
+
+PROGRAM = "python -m pipeline.export"
+DTYPES = ("float32", "bfloat16", "float16")
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Write a checkpoint as a folder that transformers' AutoModelForCausalLM and AutoTokenizer open."""
+
+    checkpoint: Annotated[str, tyro.conf.Positional]
+    """A run's --output_dir, its checkpoints folder (the newest complete one is taken), or one checkpoint."""
+    folder: Annotated[str, tyro.conf.Positional]
+    """The folder to make."""
+    dtype: str = "float32"
+    """Format of the weights: float32, as they are trained, bfloat16 or float16."""
+    max_shard_size: str = "5GB"
+    """Largest file of weights, as 500MB or 5GB; more weights go into several files and an index."""
+    tokenizer: str | None = None
+    """bytes, or a Hugging Face tokenizer folder. None: the one saved with the checkpoint."""
+    overwrite: bool = False
+    """Replace a folder that holds a model."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Export; the exit code."""
+    options = tyro.cli(
+        ExportOptions,
+        args=arguments,
+        prog=PROGRAM,
+        use_underscores=True,
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    try:
+        quiet_deepspeed(0)
+        export = _export(options)
+        from pipeline.hugging_face.export_folder import write_export
+
+        files = write_export(export, _say)
+    except JobError as error:
+        print_problems(console(stderr=True), error.problems)
+        return EXIT_WRONG_JOB
+    except (OSError, RuntimeError, ValueError) as error:
+        print(f"error: {error}; {options.folder} was not written", file=sys.stderr)
+        return EXIT_FAILED
+    count = "1 file" if len(files) == 1 else f"{len(files)} files"
+    _say(f"wrote {options.folder}: {family_of(export.model).architecture}, weights in {count}")
+    return EXIT_FINISHED
+
+
+def _export(options: ExportOptions) -> Export:
+    """The export that the options describe.
+
+    Raises:
+        JobError: with every problem that can be seen in the options and the checkpoint.
+    """
+    problems, largest = [], bytes_of(options.max_shard_size)
+    if options.dtype not in DTYPES:
+        rule = f"is not one of {', '.join(DTYPES)}"
+        problems.append(Problem("dtype", options.dtype, rule, "Correct --dtype"))
+    if not largest:
+        rule = "is no size above 0, such as 500MB or 5GB"
+        problems.append(Problem("max_shard_size", options.max_shard_size, rule, "Correct --max_shard_size"))
+    try:
+        checkpoint = checkpoint_at(Path(options.checkpoint))
+        model = model_of_checkpoint(checkpoint)
+        tokenizer = tokenizer_of_checkpoint(checkpoint, options.tokenizer)
+    except JobError as error:
+        raise JobError([*problems, *error.problems]) from error
+    if problems or not largest:
+        raise JobError(problems)
+    import torch
+
+    from pipeline.hugging_face.export_folder import Export
+
+    dtype = getattr(torch, options.dtype)
+    return Export(checkpoint, model, tokenizer, Path(options.folder), dtype, largest, options.overwrite)
+
+
+def bytes_of(size: str) -> int | None:
+    """5GB -> 5,000,000,000, as transformers counts; None for what is no size."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?B)?", size.strip(), re.IGNORECASE)
+    if not match:
+        return None
+    return int(float(match[1]) * _UNITS.get((match[2] or "").upper(), 1))
+
+
+def _say(message: str) -> None:
+    print(message, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""The tensors of a Hugging Face model, out of a checkpoint of any layout, one parameter at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.checkpoints.stored import MASTER, Slice, StoredState
+from pipeline.hugging_face.tensor_map import Entry, tensor_map
+from pipeline.job.model_config import ModelConfig
+
+
+def tensors(model: ModelConfig, stored: StoredState) -> Iterator[tuple[str, Tensor]]:
+    """Name and value, in fp32, of every tensor that transformers has for the model, by layer.
+
+    Raises:
+        RuntimeError: the checkpoint does not hold the model's parameters.
+    """
+    entries = tensor_map(model)
+    shapes = {entry.name: entry.shape for entry in entries}
+    held = {name: tuple(cut.full_shape) for name, cut in stored.cuts.items()}
+    if shapes != held:
+        differing = sorted(name for name in shapes | held if shapes.get(name) != held.get(name))
+        raise RuntimeError(f"{stored.path} holds other parameters than its model has: {differing}")
+    for entry in entries:
+        yield from _theirs(entry, stored.read(entry.name, MASTER, _whole(entry)).view(entry.shape))
+
+
+def _whole(entry: Entry) -> Slice:
+    return Slice(None, 1, 0, 0, torch.Size(entry.shape).numel())
+
+
+def _theirs(entry: Entry, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of theirs that one parameter of ours is made of."""
+    for name in entry.theirs:
+        rows = entry.rows_of(name)
+        # A table without its padding is the beginning of ours, which needs no copy.
+        ordered = np.array_equal(rows, np.arange(len(rows)))
+        values = parameter[: len(rows)] if ordered else parameter[torch.from_numpy(rows)]
+        yield name, values.t() if entry.transposed else values

@@ -1,0 +1,85 @@
+"""A model and a tokenizer of transformers, ready to generate: from a Hugging Face folder or a checkpoint."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from pipeline.checkpoints.folder import Checkpoint
+from pipeline.data.tokenizer import Tokenizer, load_tokenizer, vocabulary_problems
+from pipeline.hugging_face.checkpoint_at import model_of_checkpoint, tokenizer_of_checkpoint
+from pipeline.hugging_face.families import config_json, generation_config_json
+from pipeline.job.problems import JobError, Problem
+
+
+class Loaded(NamedTuple):
+    """What generates text."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+
+def from_folder(folder: Path, tokenizer_name: str | None, dtype: torch.dtype) -> Loaded:
+    """A Hugging Face folder; its own tokenizer where none is named.
+
+    Raises:
+        JobError: transformers cannot open it, or its weights are not those of its model.
+    """
+    own = None if tokenizer_name is None else load_tokenizer(tokenizer_name)
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+        )
+        tokenizer = (
+            _of_transformers(own) if own else AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        rule = f"transformers cannot open it ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+        raise JobError([Problem("source", str(folder), rule, "Name a model's folder")]) from error
+    if wrong := sorted(found["missing_keys"]):
+        rule = f"its weights lack {len(wrong)} tensors, {wrong[0]} among them"
+        raise JobError([Problem("source", str(folder), rule, "Download or save the folder again")])
+    return Loaded(model.eval(), tokenizer)
+
+
+def from_checkpoint(checkpoint: Checkpoint, tokenizer_name: str | None, dtype: torch.dtype) -> Loaded:
+    """A checkpoint of any layout, filled into a model of transformers tensor by tensor.
+
+    Raises:
+        JobError: no class of transformers computes what the model does, or there is no tokenizer.
+        RuntimeError: the checkpoint does not hold its model.
+    """
+    from pipeline.checkpoints.stored import StoredState
+    from pipeline.hugging_face.checkpoint_tensors import tensors
+
+    config = model_of_checkpoint(checkpoint)
+    ours = tokenizer_of_checkpoint(checkpoint, tokenizer_name)
+    if problems := vocabulary_problems(ours, config.vocab_size):
+        raise JobError(problems)
+    described = config_json(config, str(dtype).removeprefix("torch."), ours.end_of_document)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**described), dtype=dtype)
+    model.generation_config = GenerationConfig(**generation_config_json(ours.end_of_document))
+    waiting = dict(model.named_parameters())  # a tied output layer is not among them
+    with torch.no_grad():
+        for name, values in tensors(config, StoredState(checkpoint.path)):
+            waiting.pop(name).copy_(values)
+    if waiting:
+        raise RuntimeError(f"{checkpoint.path} does not give {sorted(waiting)} of {type(model).__name__}")
+    return Loaded(model.eval(), _of_transformers(ours))
+
+
+def _of_transformers(tokenizer: Tokenizer) -> PreTrainedTokenizerBase:
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(Path(folder))
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
