@@ -12,6 +12,10 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
 )
 
 from pipeline.job.model_config import ModelConfig
@@ -20,11 +24,12 @@ SIZES = {
     "vocab_size": 300,
     "hidden_size": 48,
     "num_hidden_layers": 3,
-    "num_attention_heads": 6,
+    "num_attention_heads": 8,
     "initializer_range": 0.2,
     "max_position_embeddings": 64,
 }
 GROUPED = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 80}
+KINDS = ("gpt2", "untied gpt2", "llama", "llama with biases", "qwen2", "qwen3", "starcoder2")
 
 
 def build(kind: str) -> PreTrainedModel:
@@ -32,11 +37,14 @@ def build(kind: str) -> PreTrainedModel:
     torch.manual_seed(11)
     models = {
         "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**SIZES)),
+        "untied gpt2": lambda: GPT2LMHeadModel(GPT2Config(**SIZES, tie_word_embeddings=False)),
         "llama": lambda: LlamaForCausalLM(LlamaConfig(**GROUPED, rope_theta=500.0)),
         "llama with biases": lambda: LlamaForCausalLM(
             LlamaConfig(**GROUPED, attention_bias=True, mlp_bias=True, tie_word_embeddings=True)
         ),
         "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**GROUPED)),
+        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**GROUPED, head_dim=8)),
+        "starcoder2": lambda: Starcoder2ForCausalLM(Starcoder2Config(**GROUPED)),
     }
     model = models[kind]().eval()
     with torch.no_grad():
@@ -71,10 +79,20 @@ def _padded(table: Tensor, config: ModelConfig, padding: float) -> Tensor:
     return torch.cat([table, torch.full((rows, config.hidden_size), padding)])
 
 
+def _tables(
+    theirs: dict[str, Tensor], embedding: str, config: ModelConfig, padding: float
+) -> dict[str, Tensor]:
+    table = _padded(theirs[embedding], config, padding)
+    if config.tied:
+        return {"tied_modules.embed.weight": table}
+    output = _padded(theirs["lm_head.weight"], config, padding)
+    return {"0.weight": table, f"{config.num_layers + 3}.weight": output}
+
+
 def _from_gpt2(theirs: dict[str, Tensor], config: ModelConfig, padding: float) -> dict[str, Tensor]:
     """GPT-2 stores its linear weights transposed, [in, out]."""
     ours = {
-        "tied_modules.embed.weight": _padded(theirs["transformer.wte.weight"], config, padding),
+        **_tables(theirs, "transformer.wte.weight", config, padding),
         "1.weight": theirs["transformer.wpe.weight"],
         f"{config.num_layers + 2}.weight": theirs["transformer.ln_f.weight"],
         f"{config.num_layers + 2}.bias": theirs["transformer.ln_f.bias"],
@@ -98,14 +116,11 @@ def _from_gpt2(theirs: dict[str, Tensor], config: ModelConfig, padding: float) -
 
 
 def _from_llama(theirs: dict[str, Tensor], config: ModelConfig, padding: float) -> dict[str, Tensor]:
-    """Llama and Qwen2; biases where there are some."""
-    table = _padded(theirs["model.embed_tokens.weight"], config, padding)
-    ours = {f"{config.num_layers + 2}.weight": theirs["model.norm.weight"]}
-    if config.tied:
-        ours["tied_modules.embed.weight"] = table
-    else:
-        ours["0.weight"] = table
-        ours[f"{config.num_layers + 3}.weight"] = _padded(theirs["lm_head.weight"], config, padding)
+    """Llama and those that name their weights as it does; biases where there are some."""
+    ours = _tables(theirs, "model.embed_tokens.weight", config, padding)
+    for kind in ("weight", "bias"):
+        if f"model.norm.{kind}" in theirs:
+            ours[f"{config.num_layers + 2}.{kind}"] = theirs[f"model.norm.{kind}"]
     for layer in range(config.num_layers):
         _llama_layer(theirs, f"model.layers.{layer}", ours, f"{2 + layer}", config)
     return ours
@@ -114,15 +129,23 @@ def _from_llama(theirs: dict[str, Tensor], config: ModelConfig, padding: float) 
 def _llama_layer(
     theirs: dict[str, Tensor], prefix: str, ours: dict[str, Tensor], index: str, config: ModelConfig
 ) -> None:
-    ours[f"{index}.norm1.weight"] = theirs[f"{prefix}.input_layernorm.weight"]
-    ours[f"{index}.norm2.weight"] = theirs[f"{prefix}.post_attention_layernorm.weight"]
+    same = {
+        "input_layernorm": "norm1",
+        "post_attention_layernorm": "norm2",
+        "self_attn.o_proj": "attention.out",
+        "self_attn.q_norm": "attention.q_norm",
+        "self_attn.k_norm": "attention.k_norm",
+        "mlp.c_fc": "mlp.up",
+        "mlp.c_proj": "mlp.down",
+        "mlp.down_proj": "mlp.down",
+    }
     for kind in ("weight", "bias"):
+        for their_name, our_name in same.items():
+            if f"{prefix}.{their_name}.{kind}" in theirs:
+                ours[f"{index}.{our_name}.{kind}"] = theirs[f"{prefix}.{their_name}.{kind}"]
         if f"{prefix}.self_attn.q_proj.{kind}" in theirs:
             q, k, v = (theirs[f"{prefix}.self_attn.{x}_proj.{kind}"] for x in "qkv")
             ours[f"{index}.attention.qkv.{kind}"] = grouped_rows(q, k, v, config)
-        if f"{prefix}.self_attn.o_proj.{kind}" in theirs:
-            ours[f"{index}.attention.out.{kind}"] = theirs[f"{prefix}.self_attn.o_proj.{kind}"]
         if f"{prefix}.mlp.up_proj.{kind}" in theirs:
             gate, up = (theirs[f"{prefix}.mlp.{x}_proj.{kind}"] for x in ("gate", "up"))
             ours[f"{index}.mlp.up.{kind}"] = torch.stack([gate, up], 1).flatten(0, 1)
-            ours[f"{index}.mlp.down.{kind}"] = theirs[f"{prefix}.mlp.down_proj.{kind}"]

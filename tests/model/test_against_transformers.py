@@ -13,9 +13,7 @@ from pipeline.model.gpt import SequentialGPT, plan_layers
 from pipeline.parallel.context import Parallel
 from pipeline.parallel.dropout import DropoutClock
 from pipeline.parallel.parameters import ParameterFactory
-from tests.model.hugging_face import build, in_our_layout
-
-KINDS = ("gpt2", "llama", "llama with biases", "qwen2")
+from tests.model.hugging_face import KINDS, build, in_our_layout
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,199 @@
+"""Into every layout and out of it again: what training computes is what transformers computes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from pipeline.checkpoints.folder import TrainState
+from pipeline.checkpoints.transfer import save_checkpoint
+from pipeline.export import main as export
+from pipeline.hugging_face.folder_weights import FolderWeights
+from pipeline.hugging_face.tensor_map import Entry
+from pipeline.hugging_face.weights import initial_weights
+from pipeline.job.job import Job
+from pipeline.parallel.context import Parallel
+from pipeline.training.build import build_engine
+from pipeline.training.distributed import start_distributed
+from tests.checkpoints.layouts import LAYOUTS
+from tests.checkpoints.small import TIMEOUT
+from tests.harness import run_ranks
+from tests.hugging_face.folders import (
+    TOKENS,
+    first_loss,
+    job,
+    logits_of_transformers,
+    loss_of_transformers,
+    write_folder,
+)
+from tests.model.hugging_face import KINDS
+
+TOLERANCE = 1e-5
+# Each layout by itself with each kind; of the combinations, one with positions of its own and one without.
+ALONE = ("one", "tp2", "dp2 zero3", "pp2", "dualpipev", "sp2")
+COMBINED = ("dp2 zero2", "tp2 zero3", "tp2 sp2 zero2", "pp2 tp2 zero1")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder of each kind."""
+    base = tmp_path_factory.mktemp("folders")
+    return {kind: write_folder(base / kind, kind) for kind in KINDS}
+
+
+def start_and_save(jobs: list[Job], fault: Callable[[], None] | None = None) -> list[float]:
+    """For each job: begin with its folder's weights, save them, take a step. Returns the steps' losses."""
+    if fault is not None:
+        fault()
+    start_distributed("cpu", 0, TIMEOUT)
+    parallel = Parallel.create(jobs[0].mesh, TIMEOUT)
+    losses = []
+    for each in jobs:
+        weights = FolderWeights(initial_weights(each.options.model).folder, each.model)
+        engine = build_engine(each, parallel, weights)
+        save_checkpoint(engine, each, TrainState())
+        losses.append(first_loss(engine))
+    return losses
+
+
+def check(layout: str, kinds: tuple[str, ...], folders: dict[str, Path], tmp_path: Path) -> None:
+    jobs = {kind: job(tmp_path, folders[kind], layout, output_dir=str(tmp_path / kind)) for kind in kinds}
+    losses = run_ranks(start_and_save, LAYOUTS[layout].ranks, list(jobs.values()))
+    for index, kind in enumerate(kinds):
+        assert [rank[index] for rank in losses] == pytest.approx(
+            [loss_of_transformers(folders[kind])] * len(losses), rel=TOLERANCE
+        ), kind
+        out = tmp_path / f"{kind} out"
+        tokenizer = ("--tokenizer", "bytes")  # which a run saves, and these did not run
+        assert export([str(tmp_path / kind), str(out), "--max_shard_size", "40KB", *tokenizer]) == 0
+        expected = logits_of_transformers(folders[kind], TOKENS)
+        assert torch.equal(logits_of_transformers(out, TOKENS), expected), kind
+
+
+@pytest.mark.parametrize(("layout", "kind"), [("tp2", "llama"), ("dp2 zero3", "gpt2")])
+def test_in_and_out(layout: str, kind: str, folders: dict[str, Path], tmp_path: Path):
+    check(layout, (kind,), folders, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ALONE)
+def test_every_kind_in_and_out(layout: str, folders: dict[str, Path], tmp_path: Path):
+    check(layout, KINDS, folders, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", COMBINED)
+def test_in_and_out_of_combined_layouts(layout: str, folders: dict[str, Path], tmp_path: Path):
+    check(layout, ("gpt2", "qwen2"), folders, tmp_path)
+
+
+@pytest.mark.slow
+def test_in_and_out_of_all_four_at_once(folders: dict[str, Path], tmp_path: Path):
+    check("four-way", ("llama",), folders, tmp_path)
+
+
+# What a rank reads and holds ---------------------------------------------------------------------------
+
+
+def reads(jobs: list[Job]) -> list[tuple[int, int, int]]:
+    """For each job: elements read, most elements held at a time, elements of the largest parameter's part."""
+    start_distributed("cpu", 0, TIMEOUT)
+    parallel = Parallel.create(jobs[0].mesh, TIMEOUT)
+    return [_reads(each, parallel) for each in jobs]
+
+
+def _reads(job: Job, parallel: Parallel) -> tuple[int, int, int]:
+    count, largest, most = 0, 0, 0
+    alive: list[Any] = []
+
+    class Watched(FolderWeights):
+        def _read(self, *arguments: Any) -> np.ndarray:
+            nonlocal count
+            values = super()._read(*arguments)
+            count += values.size
+            return values
+
+        def part(self, *arguments: Any) -> torch.Tensor:
+            nonlocal most, largest
+            tensor = super().part(*arguments)
+            largest = max(largest, tensor.numel())
+            alive.append((weakref.ref(tensor.untyped_storage()), tensor.numel()))
+            most = max(most, sum(numel for reference, numel in alive if reference() is not None))
+            return tensor
+
+    build_engine(job, parallel, Watched(initial_weights(job.options.model).folder, job.model))
+    return count, most, largest
+
+
+@pytest.mark.parametrize("layout", ["tp2", "dp2 zero3", "pp2"])
+def test_no_rank_holds_the_whole_model(layout: str, folders: dict[str, Path], tmp_path: Path):
+    kinds = ("untied gpt2", "llama")
+    ranks = run_ranks(reads, 2, [job(tmp_path, folders[kind], layout) for kind in kinds])
+    for kind, found in zip(kinds, zip(*ranks, strict=True), strict=True):
+        total = sum(values.numel() for values in _state(folders[kind]).values())
+        counts = [count for count, _, _ in found]
+        if layout == "dp2 zero3":  # one layer's weight and bias, then they are divided
+            assert all(most <= 1.1 * largest < total / 3 for _, most, largest in found)
+        else:  # tensor ranks both have the norms
+            assert total <= sum(counts) < 1.03 * total
+            assert max(counts) < 0.65 * total
+
+
+def _state(folder: Path) -> dict[str, torch.Tensor]:
+    return dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+
+
+# That these tests can fail -----------------------------------------------------------------------------
+
+
+def exchange_q_and_k() -> None:
+    """In the first half of the rows of q, k, v."""
+    order_of = Entry.__init__
+
+    def exchanged(self: Entry, *arguments: Any, order: np.ndarray) -> None:
+        if "qkv" in arguments[0]:
+            order = np.concatenate([order[len(order) // 2 :], order[: len(order) // 2]])
+        order_of(self, *arguments, order=order)
+
+    Entry.__init__ = exchanged  # type: ignore[method-assign]
+
+
+def forget_to_transpose() -> None:
+    """Of the square ones, which fit either way."""
+    read = FolderWeights._read
+
+    def as_stored(self: FolderWeights, block: Any, entry: Entry, *where: Any) -> np.ndarray:
+        values = read(self, block, entry, *where)
+        square = entry.transposed and values.shape[0] == values.shape[1]
+        return values.T if square else values
+
+    FolderWeights._read = as_stored  # type: ignore[method-assign]
+
+
+def take_the_other_slice() -> None:
+    part = FolderWeights.part
+    FolderWeights.part = lambda self, name, cut, parts, index: part(self, name, cut, parts, 1 - index)  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "layout"),
+    [
+        (exchange_q_and_k, "llama", "one"),
+        (forget_to_transpose, "gpt2", "one"),
+        (take_the_other_slice, "qwen2", "tp2"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else value,
+)
+def test_the_loss_sees_a_wrong_weight(
+    fault: Callable[[], None], kind: str, layout: str, folders: dict[str, Path], tmp_path: Path
+):
+    wrong = run_ranks(start_and_save, LAYOUTS[layout].ranks, [job(tmp_path, folders[kind], layout)], fault)
+    right = loss_of_transformers(folders[kind])
+    assert all(abs(loss - right) > 100 * TOLERANCE * right for (loss,) in wrong)
