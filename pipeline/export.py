@@ -22,6 +22,7 @@ from pipeline.job.report import console, print_problems
 from pipeline.training.quiet import quiet_deepspeed
 
 if TYPE_CHECKING:
+    from pipeline.checkpoints.manifest import Checkpoint
     from pipeline.hugging_face.export_folder import Export
 
 PROGRAM = "python -m pipeline.export"
@@ -87,7 +88,7 @@ def _export(options: ExportOptions) -> Export:
         rule = "is no size above 0, such as 500MB or 5GB"
         problems.append(Problem("max_shard_size", options.max_shard_size, rule, "Correct --max_shard_size"))
     try:
-        checkpoint = checkpoint_at(Path(options.checkpoint))
+        checkpoint = chosen_checkpoint(Path(options.checkpoint))
         model = model_of_checkpoint(checkpoint)
         tokenizer = tokenizer_of_checkpoint(checkpoint, options.tokenizer)
     except JobError as error:
@@ -100,6 +101,15 @@ def _export(options: ExportOptions) -> Export:
 
     dtype = getattr(torch, options.dtype)
     return Export(checkpoint, model, tokenizer, Path(options.folder), dtype, largest, options.overwrite)
+
+
+def chosen_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint at `path`; says which newer ones were passed over."""
+    selection = checkpoint_at(path)
+    assert selection.checkpoint is not None
+    for note in selection.notes:
+        print(note, file=sys.stderr)
+    return selection.checkpoint
 
 
 def bytes_of(size: str) -> int | None:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from pipeline.export import DTYPES
-from pipeline.hugging_face.checkpoint_at import checkpoint_at, is_checkpoint
+from pipeline.export import DTYPES, chosen_checkpoint
+from pipeline.hugging_face.checkpoint_at import is_checkpoint
 from pipeline.job.model_files import CONFIG_FILE
 from pipeline.job.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem
 from pipeline.job.report import console, print_problems
@@ -137,7 +137,7 @@ def _load(options: GenerateOptions) -> Loaded:
     logging.disable_progress_bar()
     dtype, source = getattr(torch, options.dtype), Path(options.source)
     if is_checkpoint(source):
-        return from_checkpoint(checkpoint_at(source), options.tokenizer, dtype)
+        return from_checkpoint(chosen_checkpoint(source), options.tokenizer, dtype)
     return from_folder(source, options.tokenizer, dtype)
 
 

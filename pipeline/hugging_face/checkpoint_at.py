@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.checkpoints.folder import MANIFEST, Checkpoint, find_checkpoint, read_checkpoint
+from pipeline.checkpoints.manifest import MANIFEST, Checkpoint, read_checkpoint
+from pipeline.checkpoints.select import Candidates, Selection, steps_in
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.data.tokenizer_files import TOKENIZER
 from pipeline.job.model_config import ModelConfig, model_from_json
@@ -17,26 +18,27 @@ _OF_MODEL = "model."
 
 def is_checkpoint(path: Path) -> bool:
     """Whether `path` is one of the places that `checkpoint_at` takes, by what lies there."""
-    return is_file(path / MANIFEST) or is_folder(path / CHECKPOINTS) or path.resolve().name == CHECKPOINTS
+    return is_file(path / MANIFEST) or is_folder(path / CHECKPOINTS) or bool(steps_in(path))
 
 
-def checkpoint_at(path: Path) -> Checkpoint:
+def checkpoint_at(path: Path) -> Selection:
     """The checkpoint at `path`: one by itself, or the newest of a run's folder or its folder of checkpoints.
 
     Raises:
         JobError: there is none, or none that is complete.
     """
+    if is_file(path / MANIFEST):
+        return Selection(read_checkpoint(path))
     if not is_checkpoint(path):
         rule = "is no checkpoint, and no folder of a run" if is_folder(path) else "there is no such folder"
         raise JobError([Problem("checkpoint", str(path), rule, "Name a run's --output_dir, or a checkpoint")])
-    if is_file(path / MANIFEST):
-        return read_checkpoint(path)
-    run = path if is_folder(path / CHECKPOINTS) else path.resolve().parent
-    found = find_checkpoint(str(run), "auto")
-    if found is None:
-        rule = "no checkpoint is complete there"
-        raise JobError([Problem("checkpoint", str(path), rule, "Let the run save first")])
-    return found
+    candidates = Candidates(path / CHECKPOINTS if is_folder(path / CHECKPOINTS) else path)
+    _, checkpoint = candidates.newest()
+    if checkpoint is not None:
+        return Selection(checkpoint, candidates.notes(checkpoint))
+    if candidates.exist:
+        raise candidates.refusal()
+    raise JobError([Problem("checkpoint", str(path), "the run has not saved yet", "Let it save first")])
 
 
 def model_of_checkpoint(checkpoint: Checkpoint) -> ModelConfig:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.checkpoints.folder import Checkpoint
+from pipeline.checkpoints.manifest import Checkpoint
 from pipeline.checkpoints.stored import StoredState
 from pipeline.data.tokenizer import Tokenizer, vocabulary_problems
 from pipeline.hugging_face.checkpoint_tensors import tensors

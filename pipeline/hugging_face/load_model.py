@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from pipeline.checkpoints.folder import Checkpoint
+from pipeline.checkpoints.manifest import Checkpoint
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer, vocabulary_problems
 from pipeline.hugging_face.checkpoint_at import model_of_checkpoint, tokenizer_of_checkpoint
 from pipeline.hugging_face.families import config_json, generation_config_json

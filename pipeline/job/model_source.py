@@ -7,6 +7,7 @@ that ``--model`` names is gone.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from pipeline.job.problems import JobError, Problem
 from pipeline.job.user_input import exists, is_file, is_folder
 
 CHECKPOINTS = "checkpoints"
+_TAG = re.compile(r"global_step\d+")
 TOKENIZER_FOLDER = "tokenizer"
 
 
@@ -62,7 +64,9 @@ def starts_anew(options: Options, folder: Path) -> bool:
     """Whether a run in `folder` begins at step 0, as far as names tell."""
     if options.resume == "auto":
         checkpoints = folder / CHECKPOINTS
-        return not (is_folder(checkpoints) and any(checkpoints.iterdir()))
+        return not is_folder(checkpoints) or not any(
+            _TAG.fullmatch(path.name) for path in checkpoints.iterdir()
+        )
     return options.resume == "never"
 
 
