@@ -41,6 +41,10 @@ SHORT = "--sample_tokens 4 --eval_samples 4 --train_steps"
 GPUS_OF_ONE_HOST = ("--hostfile", "hostfiles/a100x1")
 
 
+# Commands of the pipeline that are run as they are.
+COMMANDS_HERE = ("check", "prepare", "export", "generate")
+
+
 class Block(NamedTuple):
     """A fenced block: its language and text, and the line where it begins."""
 
@@ -86,7 +90,7 @@ def kind(command: str) -> str:
         large = "--model" in job and job[job.index("--model") + 1] != "tiny"
         remote = launcher.hostfile not in (None, "hostfiles/localhost")
         return "elsewhere" if large or remote else "here"
-    if command.startswith(("python -m pipeline.check", "python -m pipeline.prepare")):
+    if command.startswith(tuple(f"python -m pipeline.{name} " for name in COMMANDS_HERE)):
         return "here"
     if command == "source .venv/bin/activate":
         return "setup"

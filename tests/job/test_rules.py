@@ -156,7 +156,7 @@ def test_a_broken_rule_is_reported(case: tuple, tmp_path: Path) -> None:
 
 def test_every_rule_has_a_case() -> None:
     # These need files beside the JSON and have tests of their own.
-    elsewhere = {"run length", "vocabulary", "output folder"}
+    elsewhere = {"run length", "vocabulary", "output folder", "initial weights"}
     assert {rule.name for rule in RULES} - {case[0] for case in CASES} == elsewhere
     assert len({rule.name for rule in RULES}) == len(RULES)
 
