@@ -70,15 +70,20 @@ def _parse_lines(text: str, path: str) -> tuple[list[Host], list[Problem]]:
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         parsed = _parse_line(line)
-        if isinstance(parsed, Host) and parsed.name in first_line:
-            rule = f"host {parsed.name} is listed on line {first_line[parsed.name]} already"
+        if isinstance(parsed, Host) and (earlier := first_line.get(_machine(parsed))):
+            rule = f"host {parsed.name} is listed on line {earlier} already"
             parsed = (rule, "Keep one line per host and put the sum of its slots there")
         if isinstance(parsed, Host):
-            first_line[parsed.name] = number
+            first_line[_machine(parsed)] = number
             hosts.append(parsed)
         else:
             problems.append(Problem(f"{path} line {number}", line.strip(), *parsed))
     return hosts, problems
+
+
+def _machine(host: Host) -> str:
+    """Its name without a user, in the one case that names have."""
+    return host.name.rpartition("@")[2].lower()
 
 
 def _parse_line(line: str) -> Host | tuple[str, str]:

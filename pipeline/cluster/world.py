@@ -6,6 +6,7 @@ The launch and the check find it in the hostfile or on this machine; a rank find
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ DEFAULT_CPU_RANKS = 2
 # DeepSpeed reads this file when no hostfile is named; so does this project, or the two would disagree.
 DEFAULT_HOSTFILE = "/job/hostfile"
 LOCALHOST = "localhost"
+_LOOPBACK_NAME = re.compile(r"localhost(\..*)?|127(\.\d+){3}", re.IGNORECASE)
 # Largest world that is checked on paper.
 MAX_WORLD = 65536
 
@@ -201,7 +203,7 @@ def _local_device(environ: Mapping[str, str]) -> _Device:
 
 def _loopback_among_others(hosts: tuple[Host, ...], path: str) -> tuple[Problem, ...]:
     """Each host of a cluster would take such a name for itself."""
-    loopback = [host.name for host in hosts if host.name in (LOCALHOST, LOOPBACK)]
+    loopback = [host.name for host in hosts if _LOOPBACK_NAME.fullmatch(host.name.rpartition("@")[2])]
     if not loopback or len(hosts) == 1:
         return ()
     rule = "means another machine on every host, so it cannot stand beside other hosts"

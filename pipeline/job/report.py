@@ -78,7 +78,11 @@ def world_line(world: World) -> str:
     names = [f"{host.name} x {host.slots}" for host in world.hosts]
     shown = ", ".join(names) if len(names) <= 8 else f"{names[0]}, ... {names[-1]}"
     device = world.device_name or world.device
-    return f"{world.size} on {shown}; {device}, bf16 {'native' if world.bf16_native else 'not native'}"
+    # Other machines are not asked, unless the check goes there.
+    assumed = " (assumed; --hosts asks them)" if device == "cuda" else ""
+    return (
+        f"{world.size} on {shown}; {device}, bf16 {'native' if world.bf16_native else 'not native'}{assumed}"
+    )
 
 
 def mesh_line(mesh: Mesh) -> str:

@@ -83,6 +83,12 @@ def test_all_problems_of_a_file_are_collected(tmp_path: Path) -> None:
     assert "listed on line 1 already" in problems[1].rule
 
 
+@pytest.mark.parametrize("again", ["h1", "ada@h1", "H1"])
+def test_a_host_is_one_host_whoever_logs_in_and_however_it_is_spelled(tmp_path: Path, again: str) -> None:
+    _, (problem,) = read_hostfile(write(tmp_path, f"h1 slots=2\n{again} slots=2\n"))
+    assert f"host {again} is listed on line 1 already" in problem.rule
+
+
 @pytest.mark.parametrize("text", ["", "\n\n", "# nobody\n"])
 def test_a_file_without_hosts_is_a_problem(tmp_path: Path, text: str) -> None:
     hosts, (problem,) = read_hostfile(write(tmp_path, text))
