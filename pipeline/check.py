@@ -13,6 +13,8 @@ from typing import TypeVar
 
 from pipeline.checkpoints.resume import examine_resume
 from pipeline.checkpoints.space import space_problems
+from pipeline.cluster.environment import environment_problems, examine_environment, training_devices
+from pipeline.cluster.environment_table import environment_table
 from pipeline.cluster.hosts.host_check import HostCheck, ask_job_hosts
 from pipeline.cluster.hosts.table import hosts_table
 from pipeline.cluster.launcher_options import (
@@ -40,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except JobError as error:
         print_problems(console(stderr=True), error.problems)
         return EXIT_WRONG_JOB
+    if options.environment:
+        return check_environment()
     draft = check(options, launcher, options.world_size)
     if options.hosts and draft.world is not None:
         draft, found = check_with_hosts(draft, launcher)
@@ -99,6 +103,21 @@ def check_with_hosts(draft: Draft, launcher: LauncherOptions) -> tuple[Draft, Ho
     if draft.errors:
         draft.job = None
     return draft, found
+
+
+def check_environment() -> int:
+    """Print what this machine has and lacks; the exit code: whether it can train at all."""
+    found = examine_environment()
+    problems = environment_problems(found)
+    out = console()
+    out.print(environment_table(found))
+    print_problems(out, problems)
+    devices = training_devices(found, problems)
+    if devices is None:
+        out.print("This machine cannot train as it is.", style="bold red")
+        return EXIT_WRONG_JOB
+    out.print(f"This machine can train: {devices}.", style="bold green")
+    return EXIT_FINISHED
 
 
 def print_draft(draft: Draft, stderr: bool = False) -> None:

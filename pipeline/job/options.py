@@ -128,7 +128,7 @@ class Options:
 
 # These describe one call, not the run: they are not saved.
 _OF_ONE_CALL = frozenset(
-    {"print_config", "config", "deepspeed", "local_rank", "world_size", "hosts", "started_at"}
+    {"print_config", "config", "deepspeed", "local_rank", "world_size", "hosts", "started_at", "environment"}
 )
 
 
@@ -141,6 +141,8 @@ class CheckOptions(Options):
     """Check for this many ranks on one host, whatever this machine has."""
     hosts: bool = False
     """Go to every host of the hostfile as well, over ssh, and compare what is there."""
+    environment: bool = False
+    """Look at this machine, at no job: driver, GPUs, torch and its speed, disks, and what is missing."""
 
 
 O = TypeVar("O", bound=Options)  # noqa: E741

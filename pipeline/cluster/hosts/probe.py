@@ -53,7 +53,10 @@ def user(request: Request) -> dict[str, Any]:
 
 def machine(request: Request) -> dict[str, Any]:
     """Its own name, its processor, and what tells it from every other running machine."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:  # sandboxes have none; the name must do
+        boot = ""
     return {"host": socket.gethostname(), "arch": platform.machine(), "boot": boot}
 
 
@@ -144,7 +147,7 @@ def gpus(request: Request) -> dict[str, Any]:
     """Each GPU as nvidia-smi tells, and the processes on them. "smi" is None where there is no nvidia-smi."""
     smi = shutil.which("nvidia-smi")
     driver = Path("/proc/driver/nvidia/version").exists() or any(Path("/dev").glob("nvidia[0-9]*"))
-    answer = {"smi": smi, "driver": driver, "failed": None, "gpus": [], "processes": []}
+    answer = {"smi": smi, "driver": driver, "cards": _cards(), "failed": None, "gpus": [], "processes": []}
     if smi is None:
         return answer
     try:
@@ -156,6 +159,15 @@ def gpus(request: Request) -> dict[str, Any]:
     except subprocess.CalledProcessError as error:
         answer["failed"] = (error.stdout + error.stderr).decode(errors="replace").strip()[:200]
     return answer
+
+
+def _cards() -> int:
+    """NVIDIA's display controllers on the bus, with a driver or without."""
+    found = 0
+    for card in Path("/sys/bus/pci/devices").glob("*"):
+        vendor, kind = ((card / name).read_text(encoding="ascii") for name in ("vendor", "class"))
+        found += vendor.strip() == "0x10de" and kind.startswith("0x03")
+    return found
 
 
 def _ask(smi: str, query: str) -> list[list[str]]:
