@@ -15,7 +15,9 @@ from pipeline.checkpoints.resume import examine_resume
 from pipeline.checkpoints.space import space_problems
 from pipeline.cluster.environment import environment_problems, examine_environment, training_devices
 from pipeline.cluster.environment_table import environment_table
-from pipeline.cluster.hosts.host_check import HostCheck, ask_job_hosts
+from pipeline.cluster.fabric import exported_variables, run_fabric_test
+from pipeline.cluster.fabric_report import fabric_problems, fabric_tables
+from pipeline.cluster.hosts.host_check import HostCheck, ask_job_hosts, way_to
 from pipeline.cluster.hosts.table import hosts_table
 from pipeline.cluster.launcher_options import (
     LauncherOptions,
@@ -23,10 +25,11 @@ from pipeline.cluster.launcher_options import (
     launcher_problems,
     split_arguments,
 )
+from pipeline.cluster.rank_environment import free_port
 from pipeline.cluster.world import World, resolve_world
 from pipeline.job.options import CheckOptions, Options, parse_options
 from pipeline.job.parameters import total_parameters
-from pipeline.job.problems import EXIT_FINISHED, EXIT_WRONG_JOB, JobError
+from pipeline.job.problems import EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem
 from pipeline.job.report import console, describe, print_problems, verdict
 from pipeline.job.resolve import Draft, examine
 
@@ -45,9 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.environment:
         return check_environment()
     draft = check(options, launcher, options.world_size)
-    if options.hosts and draft.world is not None:
+    if (options.hosts or options.fabric) and draft.world is not None:
         draft, found = check_with_hosts(draft, launcher)
         console().print(hosts_table(found))
+        if options.fabric:
+            draft.problems += check_links(found, launcher)
+    if draft.errors:
+        draft.job = None
     print_draft(draft)
     return EXIT_FINISHED if draft.job is not None else EXIT_WRONG_JOB
 
@@ -103,6 +110,19 @@ def check_with_hosts(draft: Draft, launcher: LauncherOptions) -> tuple[Draft, Ho
     if draft.errors:
         draft.job = None
     return draft, found
+
+
+def check_links(found: HostCheck, launcher: LauncherOptions) -> list[Problem]:
+    """Try every link between the ranks' devices, show the bandwidths, and say what is wrong with them."""
+    if found.errors:
+        console().print("The links between hosts are tried when the hosts have no error.")
+        return []
+    tested = run_fabric_test(
+        found.world, way_to(found.world, launcher), found.survey.address,
+        launcher.master_port or found.port or free_port(), exported_variables(found.exported),
+    )  # fmt: skip
+    console().print(*fabric_tables(tested), sep="\n")
+    return fabric_problems(tested)
 
 
 def check_environment() -> int:

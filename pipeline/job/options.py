@@ -141,6 +141,8 @@ class CheckOptions(Options):
     """Check for this many ranks on one host, whatever this machine has."""
     hosts: bool = False
     """Go to every host of the hostfile as well, over ssh, and compare what is there."""
+    fabric: bool = False
+    """After that, start a process per slot for some seconds, try every link between them, and measure."""
     environment: bool = False
     """Look at this machine, at no job: driver, GPUs, torch and its speed, disks, and what is missing."""
 

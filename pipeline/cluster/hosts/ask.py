@@ -125,6 +125,8 @@ def ask_hosts(
         _go_on(talks)
     finally:
         for talk in talks:
+            talk.end_input()
+        for talk in talks:
             talk.end()
     return Answers(talks[-1].report, tuple(talk.report for talk in talks[:-1]))
 
@@ -168,6 +170,10 @@ class _Talk:
     def second_answer(self, deadline: float) -> None:
         if self._session is not None and self.report.facts and (answer := self._session.answer(deadline)):
             self.report = replace(self.report, **json.loads(answer[0]))
+
+    def end_input(self) -> None:
+        if self._session is not None:
+            self._session.end_input()
 
     def end(self) -> None:
         """Close the connection; a host that gave no answer gets its reason."""

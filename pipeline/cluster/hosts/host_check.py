@@ -6,7 +6,7 @@ import os
 import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pipeline.cluster.deepspeed_env import deepspeed_env
@@ -43,6 +43,7 @@ _PROGRAM = {
     "slurm": "srun",
     **dict.fromkeys(("openmpi", "mpich", "impi", "mvapich"), "mpirun"),
 }
+_CACHES = ("TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME")
 _REMOTE_PROGRAM = {"openmpi": "orted", "mpich": "hydra_pmi_proxy"}
 
 
@@ -63,11 +64,13 @@ class HostCheck:
         world: The job's world with the devices that the hosts have.
         survey: Every answer.
         problems: What is wrong, grouped by host where hosts have the same.
+        exported: Variables that the launcher sets on every host; may be secrets.
     """
 
     world: World
     survey: Survey
     problems: tuple[HostProblem, ...]
+    exported: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def errors(self) -> tuple[HostProblem, ...]:
@@ -100,18 +103,20 @@ class AskedHosts:
     Attributes:
         world: The job's world with the devices that the hosts have.
         survey: Every answer.
+        exported: Variables that the launcher sets on every host.
         problems: Of this machine, which starts the job.
     """
 
     world: World
     survey: Survey
+    exported: Mapping[str, str]
     problems: tuple[Problem, ...]
 
     def judge(self, output_bytes: int) -> HostCheck:
         """What is wrong, for a job that writes `output_bytes` at a time into its output folder."""
         survey = replace(self.survey, output_bytes=output_bytes)
         mine = [HostProblem("launcher", (), problem) for problem in self.problems]
-        return HostCheck(self.world, survey, (*mine, *host_problems(survey)))
+        return HostCheck(self.world, survey, (*mine, *host_problems(survey)), self.exported)
 
 
 def ask_job_hosts(
@@ -132,7 +137,7 @@ def ask_job_hosts(
         exported, problems = deepspeed_env(Path.home(), Path.cwd(), environ, launcher.launcher)
         problems += _launcher_problems(launcher)
     question = ask_about(world, launcher, options, exported)
-    answers = ask_hosts(world.hosts, question, _way(world, launcher), seconds)
+    answers = ask_hosts(world.hosts, question, way_to(world, launcher), seconds)
     found = world_found(world, answers, environ)
     survey = Survey(
         answers,
@@ -142,7 +147,7 @@ def ask_job_hosts(
         address=question.address,
         interface=exported.get("GLOO_SOCKET_IFNAME"),
     )
-    return AskedHosts(found, survey, tuple(problems))
+    return AskedHosts(found, survey, exported, tuple(problems))
 
 
 def ask_about(
@@ -168,7 +173,8 @@ def ask_about(
         files=_absolute(path for path in described if path and exists(path)),
         data=_absolute(local),
         folders=_absolute(folders),
-        environment=dict(exported),
+        # Not all of them: what is asked goes through command lines, and values may be secrets.
+        environment={name: exported[name] for name in _CACHES if name in exported},
         address=launcher.master_addr or world.hosts[0].name.rpartition("@")[2],
         listen=port,
         commands=tuple(filter(None, [_REMOTE_PROGRAM.get(launcher.launcher or "pdsh")])),
@@ -179,7 +185,7 @@ def _absolute(paths: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(os.path.normpath(Path.cwd() / path) for path in paths))
 
 
-def _way(world: World, launcher: LauncherOptions) -> Way:
+def way_to(world: World, launcher: LauncherOptions) -> Way:
     """A job on this machine alone needs no ssh."""
     if world.is_local:
         return lambda host, script: local_command(script)

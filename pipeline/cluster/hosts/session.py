@@ -99,16 +99,25 @@ class Session:
         self._ended = self._ended or found is None
         return found
 
+    @property
+    def ended(self) -> bool:
+        """Whether all of its output has been read, and there will be no more."""
+        return self._ended
+
     def say(self, line: str) -> None:
         """Send one line. A program that has ended does not mind."""
         with contextlib.suppress(OSError):  # a broken pipe: its end is seen where the next answer is missed
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
 
-    def close(self) -> Said:
-        """Close its standard input, wait shortly for its end, and kill what is left on this side."""
+    def end_input(self) -> None:
+        """Ask for its end. Of many, all are asked before one is waited for."""
         with contextlib.suppress(OSError):  # lines that a dead program never read
             self._process.stdin.close()
+
+    def close(self) -> Said:
+        """End its input, wait shortly for its end, and kill what is left on this side."""
+        self.end_input()
         try:
             self._process.wait(_GRACE_SECONDS)
         except subprocess.TimeoutExpired:
@@ -139,3 +148,10 @@ def srun_command(host: str, script: str) -> list[str]:
 def local_command(script: str) -> list[str]:
     """The same on this machine."""
     return ["sh", "-c", script]
+
+
+def close_all(sessions: Sequence[Session]) -> list[Said]:
+    """Close them together."""
+    for session in sessions:
+        session.end_input()
+    return [session.close() for session in sessions]

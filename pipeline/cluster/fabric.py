@@ -1,0 +1,149 @@
+"""The test of the links between a job's ranks: starts a process per slot for a few seconds. No torch here.
+
+here ──ssh──> fabric_host on each host ──fork──> a rank per slot
+     <─────── events: reached, joined, bandwidths, failures
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.cluster.hosts.ask import Way
+from pipeline.cluster.hosts.reach import failure_of
+from pipeline.cluster.hosts.session import Session, close_all
+from pipeline.cluster.rank_environment import LOOPBACK
+from pipeline.cluster.world import LOCALHOST, World
+from pipeline.job.resolve import PROJECT
+
+FABRIC_SECONDS = 120
+# Room above the ranks' own limit, so that their words about it arrive.
+_LONGER_SECONDS = 10
+_CONNECT_SECONDS = 45
+_GRACE_SECONDS = 2.0
+_POLL_SECONDS = 0.05
+_MARK = "FABRIC:"
+
+
+@dataclass
+class FabricTest:
+    """What the hosts and ranks said.
+
+    Attributes:
+        silent: (host's number, why) of those that said nothing.
+        unreached: (from, to, why): host numbers between which no connection is made.
+        events: Of the ranks, in the order of arrival.
+    """
+
+    world: World
+    silent: list[tuple[int, str]] = field(default_factory=list)
+    unreached: list[tuple[int, int, str]] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+
+def run_fabric_test(
+    world: World,
+    way: Way,
+    address: str,
+    port: int,
+    environment: Mapping[str, str],
+    seconds: int = FABRIC_SECONDS,
+) -> FabricTest:
+    """Try every link of `world`; ends after at most about `seconds`, and leaves no process behind.
+
+    Args:
+        way: How hosts are reached.
+        address, port: Of the ranks' rendezvous, on the first host.
+        environment: Variables for the ranks.
+    """
+    found = FabricTest(world)
+    deadline = time.monotonic() + seconds + _LONGER_SECONDS
+    program = f"{shlex.quote(sys.executable)} -m pipeline.parallel.fabric_host"
+    script = f"cd {shlex.quote(str(PROJECT))} && exec {program}"
+    sessions = [Session(way(host, script), _MARK) for host in world.hosts]
+    try:
+        for number, session in enumerate(sessions):
+            session.say(json.dumps(_request(world, number, address, port, environment, seconds)))
+        if _connect(found, sessions) and not found.unreached:
+            _measure(found, sessions, deadline)
+    finally:
+        said = close_all(sessions)
+    found.silent = [(number, failure_of(said[number]).rule) for number, _ in found.silent]
+    return found
+
+
+def exported_variables(
+    exported: Mapping[str, str], environ: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """What the launcher would set for the ranks: those of .deepspeed_env, and this machine's own of NCCL."""
+    own = {name: value for name, value in environ.items() if name.startswith(("NCCL_", "UCX_"))}
+    return {**own, **exported}
+
+
+def _request(
+    world: World, number: int, address: str, port: int, environment: Mapping[str, str], seconds: int
+) -> dict[str, Any]:
+    host = world.hosts[number]
+    return {
+        "host": number,
+        "slots": [each.slots for each in world.hosts],
+        "first_rank": sum(each.slots for each in world.hosts[:number]),
+        "devices": list(host.devices) if world.device == "cuda" else [None] * host.slots,
+        "address": address,
+        "port": port,
+        "environment": dict(environment),
+        "seconds": seconds,
+    }
+
+
+def _connect(found: FabricTest, sessions: Sequence[Session]) -> bool:
+    """Let every host connect to every other; whether all of them answered."""
+    ports = _answers(found, sessions)
+    if len(ports) < len(sessions):
+        return False
+    names = [_address(host.name) for host in found.world.hosts]
+    hosts = [(name, answer["port"]) for name, answer in zip(names, ports, strict=True)]
+    for session in sessions:
+        session.say(json.dumps({"hosts": hosts}))
+    answers = _answers(found, sessions)
+    for answer in answers:
+        reasons = {int(number): reason for number, reason in answer["unreached"].items()}
+        found.unreached += [(answer["host"], number, reason) for number, reason in reasons.items()]
+    return len(answers) == len(sessions)
+
+
+def _address(name: str) -> str:
+    host = name.rpartition("@")[2]
+    return LOOPBACK if host == LOCALHOST else host
+
+
+def _answers(found: FabricTest, sessions: Sequence[Session]) -> list[dict[str, Any]]:
+    """The next answer of each host; those without one are noted."""
+    deadline = time.monotonic() + _CONNECT_SECONDS
+    answers = []
+    for number, session in enumerate(sessions):
+        if (answer := session.answer(deadline)) is None:
+            found.silent.append((number, ""))
+        else:
+            answers.append(json.loads(answer[0]))
+    return answers
+
+
+def _measure(found: FabricTest, sessions: Sequence[Session], deadline: float) -> None:
+    """Start the ranks and take down what they say, until all have ended or one has failed."""
+    for session in sessions:
+        session.say("{}")
+    while any(not session.ended for session in sessions) and time.monotonic() < deadline:
+        for session in sessions:
+            while not session.ended and (answer := session.answer(0.0)) is not None:
+                found.events.append(json.loads(answer[0]))
+        if any(event["at"] in ("failed", "ended") for event in found.events):
+            # The others wait for it now, and would until their time is up.
+            deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+        time.sleep(_POLL_SECONDS)

@@ -1,0 +1,115 @@
+"""``python -m pipeline.parallel.fabric_host``: a host's part in the test of the links, told line by line.
+
+    1. says the port on which it listens
+    2. is told all hosts' addresses and ports, and says which of them it does not reach
+    3. is told to go on, and starts a rank for each slot, which say what they measure
+
+When its standard input ends - the one who asked is gone - it and its ranks end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+MARK = "FABRIC:"
+_CONNECT_SECONDS = 5
+
+
+def main() -> int:
+    """0 if every rank ended well."""
+    request = _told()
+    signal.alarm(request["seconds"])
+    server = socket.create_server(("", 0), backlog=1024)
+    _say({"at": "listening", "host": request["host"], "port": server.getsockname()[1]})
+    hosts = _told()["hosts"]
+    with ThreadPoolExecutor(max_workers=len(hosts)) as pool:
+        reasons = list(pool.map(_connect, hosts))
+    unreached = {number: reason for number, reason in enumerate(reasons) if reason}
+    _say({"at": "connected", "host": request["host"], "unreached": unreached})
+    _told()
+    server.close()
+    return _run_ranks(request)
+
+
+def _told() -> dict[str, Any]:
+    """The next line of standard input; the end of the process without one."""
+    line = next((line for line in sys.stdin if line.strip()), "")
+    if not line:
+        sys.exit(1)
+    return json.loads(line)
+
+
+def _say(event: dict[str, Any]) -> None:
+    """One event, in one write: ranks share the pipe."""
+    os.write(1, f"{MARK}{json.dumps(event)}\n".encode())
+
+
+def _connect(address: tuple[str, int]) -> str | None:
+    try:
+        socket.create_connection(tuple(address), _CONNECT_SECONDS).close()
+    except OSError as error:
+        return os.strerror(error.errno) if (error.errno or 0) > 0 else str(error)
+    return None
+
+
+def _run_ranks(request: dict[str, Any]) -> int:
+    os.environ.update(request["environment"])
+    import pipeline.parallel.fabric  # noqa: F401 - once, before the forks: it takes seconds
+
+    read_end, write_end = os.pipe()
+    children = []
+    for slot, device in enumerate(request["devices"]):
+        child = os.fork()
+        if child == 0:
+            os.close(write_end)
+            os._exit(_rank(request, slot, device, read_end))
+        children.append(child)
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    for slot, code in enumerate(codes):
+        if code != 0:
+            _say({"at": "ended", "rank": request["first_rank"] + slot, "code": code})
+    return 0 if not any(codes) else 1
+
+
+def _end_with_input() -> None:
+    """Ends the process; its ranks follow, because the pipe that they watch closes with it."""
+    sys.stdin.read()
+    os._exit(1)
+
+
+def _rank(request: dict[str, Any], slot: int, device: int | None, lifeline: int) -> int:
+    from pipeline.parallel.fabric import Place, run_rank
+
+    threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
+    signal.alarm(request["seconds"])
+    rank = request["first_rank"] + slot
+    place = Place(tuple(request["slots"]), rank, device)
+    last = {"at": "started"}
+
+    def say(event: dict[str, Any]) -> None:
+        last.update(at=event["at"])
+        _say({"rank": rank, **event})
+
+    try:
+        run_rank(place, request["address"], request["port"], request["seconds"], say)
+    except (RuntimeError, OSError, ValueError) as error:
+        _say({"rank": rank, "at": "failed", "after": last["at"], "error": str(error).strip()[:600]})
+        return 1
+    return 0
+
+
+def _end_with(lifeline: int) -> None:
+    os.read(lifeline, 1)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

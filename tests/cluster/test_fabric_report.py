@@ -1,0 +1,145 @@
+"""What is said about links, from what ranks measured: the wrong, the slow and the cut one by their names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipeline.cluster.fabric import FabricTest, exported_variables
+from pipeline.cluster.fabric_report import fabric_problems, fabric_tables
+from pipeline.cluster.hostfile import Host
+from pipeline.cluster.world import World
+from pipeline.job.report import console
+from pipeline.parallel.fabric import groups, send_rounds
+
+GB = 1e9
+
+
+def measured(hosts: int, slots: int, slow: dict[tuple[int, int], float] | None = None) -> FabricTest:
+    """A test in which every link has 20 GB/s, those between the hosts of a pair in `slow` less."""
+    world = World(tuple(Host(f"h{number}", slots) for number in range(1, hosts + 1)), "cuda")
+    found = FabricTest(world)
+    found.events = [{"rank": rank, "at": "joined"} for rank in range(world.size)]
+    for kind, each in groups([slots] * hosts).items():
+        for ranks in each:
+            for name in ("all-reduce", "all-to-all"):
+                result = {"at": name, "kind": kind, "ranks": ranks, "bandwidth": 10 * GB, "right": True}
+                found.events += [{"rank": rank, **result} for rank in ranks]
+    for pair in [pair for pairs in send_rounds([slots] * hosts) for pair in pairs]:
+        for source, target in (pair, pair[::-1]):
+            rate = (slow or {}).get((source // slots + 1, target // slots + 1), 20.0)
+            result = {"at": "send", "from": source, "to": target, "bandwidth": rate * GB, "right": True}
+            found.events.append({"rank": target, **result})
+    found.events += [{"rank": rank, "at": "done"} for rank in range(world.size)]
+    return found
+
+
+def spoil(found: FabricTest, change: dict[str, Any], **which: Any) -> FabricTest:
+    """Change the events that have these entries."""
+    chosen = [event for event in found.events if which.items() <= event.items()]
+    assert chosen
+    for event in chosen:
+        event.update(change)
+    return found
+
+
+@pytest.mark.parametrize(("hosts", "slots"), [(1, 1), (1, 8), (2, 1), (2, 8), (16, 8)])
+def test_equal_links_have_no_problem(hosts: int, slots: int) -> None:
+    assert fabric_problems(measured(hosts, slots)) == []
+
+
+def test_a_wrong_sum_and_a_wrong_send_are_errors() -> None:
+    found = spoil(measured(2, 2), {"right": False}, rank=3, at="all-reduce", kind="world")
+    (problem,) = fabric_problems(found)
+    assert (problem.key, problem.severity) == ("rank 3 (h2)", "error")
+    assert "all-reduce of rank 0 (h1), rank 1 (h1), rank 2 (h2), rank 3 (h2) is wrong" in problem.rule
+    found = spoil(measured(2, 2), {"right": False}, at="send", **{"from": 0, "to": 2})
+    (problem,) = fabric_problems(found)
+    assert (problem.key, problem.severity) == ("rank 0 (h1) -> rank 2 (h2)", "error")
+
+
+def test_a_slow_pair_of_hosts_is_named_in_its_direction() -> None:
+    (problem,) = fabric_problems(measured(4, 2, slow={(2, 3): 2.0}))
+    assert (problem.key, problem.value, problem.severity) == ("h2 -> h3", "2 GB/s", "warning")
+    assert "the median of its kind is 20 GB/s" in problem.rule
+
+
+def test_a_host_whose_links_are_all_slow_is_named_once() -> None:
+    slow = {pair: 3.0 for other in (1, 2, 4) for pair in ((3, other), (other, 3))}
+    (problem,) = fabric_problems(measured(4, 2, slow))
+    assert problem.key == "h3" and "every link of it is slow" in problem.rule
+
+
+def test_slow_links_inside_a_host_are_told_from_those_between() -> None:
+    (problem,) = fabric_problems(measured(3, 4, slow={(2, 2): 5.0}))
+    assert problem.key == "inside h2"
+
+
+def test_links_between_hosts_are_not_slow_because_those_inside_are_faster() -> None:
+    slow = {(one, other): 2.0 for one in (1, 2, 3) for other in (1, 2, 3) if one != other}
+    assert fabric_problems(measured(3, 4, slow)) == []
+
+
+def test_a_slow_group_is_named() -> None:
+    found = spoil(measured(4, 2), {"bandwidth": GB}, rank=5, at="all-reduce", kind="host")
+    (problem,) = fabric_problems(found)
+    assert problem.key == "all-reduce of rank 4 (h3), rank 5 (h3)"
+
+
+def test_the_first_failure_is_named_and_not_its_consequences() -> None:
+    found = measured(2, 2)
+    found.events = found.events[:4]
+    for rank, error in ((2, "NCCL error: unhandled system error\nmore"), (0, "Connection closed by peer")):
+        found.events.append({"rank": rank, "at": "failed", "after": "joined", "error": error})
+        found.events.append({"rank": rank, "at": "ended", "code": 1})
+    (problem,) = fabric_problems(found)
+    assert problem.key == "rank 2 (h2)"
+    assert problem.rule == "it fails after 'joined' (NCCL error: unhandled system error)"
+
+
+def test_a_killed_rank_is_named_with_its_signal() -> None:
+    found = measured(2, 2)
+    found.events = [*found.events[:4], {"rank": 1, "at": "ended", "code": -9}]
+    (problem,) = fabric_problems(found)
+    assert (problem.key, problem.rule) == ("rank 1 (h1)", "it is killed by signal 9")
+
+
+def test_ranks_that_come_to_no_end_are_named() -> None:
+    found = measured(2, 2)
+    found.events = [event for event in found.events if event["rank"] != 3 or event["at"] == "joined"]
+    (problem,) = fabric_problems(found)
+    assert problem.key == "rank 3 (h2)" and "no end after 'joined'" in problem.rule
+
+
+def test_silent_hosts_and_cut_links() -> None:
+    found = FabricTest(measured(3, 1).world, silent=[(1, "nothing listens")], unreached=[(0, 2, "timed out")])
+    silent, cut = fabric_problems(found)
+    assert (silent.key, silent.rule) == ("h2: fabric", "nothing listens")
+    assert (cut.key, cut.value) == ("h1 -> h3", "timed out")
+
+
+def shown(found: FabricTest, capsys: pytest.CaptureFixture[str]) -> str:
+    for table in fabric_tables(found):
+        console().print(table)
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_the_matrix_goes_from_row_to_column(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(measured(2, 2, slow={(1, 2): 3.0, (1, 1): 40.0}), capsys)
+    assert "h1 h2 h1 40 3 h2 20 20" in text, text
+    assert "all-reduce, all ranks 10 10 10" in text
+    assert "all-to-all, between hosts 10 10 10" in text
+
+
+def test_many_hosts_are_summed_up_and_none_need_no_table(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(measured(16, 8, slow={(1, 2): 3.0}), capsys)
+    assert "between hosts 3 20 20" in text and "inside hosts 20 20 20" in text
+    assert shown(FabricTest(measured(2, 2).world), capsys) == ""
+    assert shown(measured(1, 1), capsys) == ""
+
+
+def test_ranks_get_what_the_launcher_would_set() -> None:
+    environ = {"NCCL_DEBUG": "INFO", "HOME": "/root", "NCCL_IB_HCA": "mlx5"}
+    exported = {"NCCL_IB_HCA": "mlx5_1", "GLOO_SOCKET_IFNAME": "eth0"}
+    assert exported_variables(exported, environ) == {"NCCL_DEBUG": "INFO", **exported}
