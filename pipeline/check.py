@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from pipeline.checkpoints.resume import examine_resume
-from pipeline.checkpoints.space import space_problems
+from pipeline.checkpoints.space import checkpoint_bytes, space_problems
 from pipeline.cluster.environment import environment_problems, examine_environment, training_devices
 from pipeline.cluster.environment_table import environment_table
 from pipeline.cluster.fabric import exported_variables, run_fabric_test
@@ -28,7 +28,6 @@ from pipeline.cluster.launcher_options import (
 from pipeline.cluster.rank_environment import free_port
 from pipeline.cluster.world import World, resolve_world
 from pipeline.job.options import CheckOptions, Options, parse_options
-from pipeline.job.parameters import total_parameters
 from pipeline.job.problems import EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem
 from pipeline.job.report import console, describe, print_problems, verdict
 from pipeline.job.resolve import Draft, examine
@@ -103,9 +102,7 @@ def check_with_hosts(draft: Draft, launcher: LauncherOptions) -> tuple[Draft, Ho
     """The draft again, for the devices that its hosts turn out to have, with the problems of the hosts."""
     asked = ask_job_hosts(draft.world, launcher, draft.options)
     draft = check(draft.options, launcher, world=asked.world)
-    # fp32 weights and two moments, and a copy of the weights in 2 bytes.
-    needed = 14 * total_parameters(draft.model, padded=True) if draft.model else 0
-    found = asked.judge(needed)
+    found = asked.judge(checkpoint_bytes(draft.job) if draft.job is not None else 0)
     draft.problems += [each.problem for each in found.problems]
     if draft.errors:
         draft.job = None
@@ -118,7 +115,7 @@ def check_links(found: HostCheck, launcher: LauncherOptions) -> list[Problem]:
         console().print("The links between hosts are tried when the hosts have no error.")
         return []
     tested = run_fabric_test(
-        found.world, way_to(found.world, launcher), found.survey.address,
+        found.world, way_to(found.world, launcher), found.addresses,
         launcher.master_port or found.port or free_port(), exported_variables(found.exported),
     )  # fmt: skip
     console().print(*fabric_tables(tested), sep="\n")

@@ -18,8 +18,7 @@ from typing import Any
 from pipeline.cluster.hosts.ask import Way
 from pipeline.cluster.hosts.reach import failure_of
 from pipeline.cluster.hosts.session import Session, close_all
-from pipeline.cluster.rank_environment import LOOPBACK
-from pipeline.cluster.world import LOCALHOST, World
+from pipeline.cluster.world import World
 from pipeline.job.resolve import PROJECT
 
 FABRIC_SECONDS = 120
@@ -50,7 +49,7 @@ class FabricTest:
 def run_fabric_test(
     world: World,
     way: Way,
-    address: str,
+    addresses: Sequence[str],
     port: int,
     environment: Mapping[str, str],
     seconds: int = FABRIC_SECONDS,
@@ -59,7 +58,8 @@ def run_fabric_test(
 
     Args:
         way: How hosts are reached.
-        address, port: Of the ranks' rendezvous, on the first host.
+        addresses: Of each host, as the others reach it.
+        port: Of the ranks' rendezvous on the first host.
         environment: Variables for the ranks.
     """
     found = FabricTest(world)
@@ -69,8 +69,8 @@ def run_fabric_test(
     sessions = [Session(way(host, script), _MARK) for host in world.hosts]
     try:
         for number, session in enumerate(sessions):
-            session.say(json.dumps(_request(world, number, address, port, environment, seconds)))
-        if _connect(found, sessions) and not found.unreached:
+            session.say(json.dumps(_request(world, number, addresses[0], port, environment, seconds)))
+        if _connect(found, sessions, addresses) and not found.unreached:
             _measure(found, sessions, deadline)
     finally:
         said = close_all(sessions)
@@ -102,13 +102,12 @@ def _request(
     }
 
 
-def _connect(found: FabricTest, sessions: Sequence[Session]) -> bool:
+def _connect(found: FabricTest, sessions: Sequence[Session], addresses: Sequence[str]) -> bool:
     """Let every host connect to every other; whether all of them answered."""
     ports = _answers(found, sessions)
     if len(ports) < len(sessions):
         return False
-    names = [_address(host.name) for host in found.world.hosts]
-    hosts = [(name, answer["port"]) for name, answer in zip(names, ports, strict=True)]
+    hosts = [(address, answer["port"]) for address, answer in zip(addresses, ports, strict=True)]
     for session in sessions:
         session.say(json.dumps({"hosts": hosts}))
     answers = _answers(found, sessions)
@@ -116,11 +115,6 @@ def _connect(found: FabricTest, sessions: Sequence[Session]) -> bool:
         reasons = {int(number): reason for number, reason in answer["unreached"].items()}
         found.unreached += [(answer["host"], number, reason) for number, reason in reasons.items()]
     return len(answers) == len(sessions)
-
-
-def _address(name: str) -> str:
-    host = name.rpartition("@")[2]
-    return LOOPBACK if host == LOCALHOST else host
 
 
 def _answers(found: FabricTest, sessions: Sequence[Session]) -> list[dict[str, Any]]:

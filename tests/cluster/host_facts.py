@@ -38,7 +38,7 @@ FACTS: dict[str, Any] = {
         },
     },
     "locks": [],
-    "names": {"own": [], "rendezvous": ["10.0.0.1"]},
+    "names": [],
     "environment": {},
     "commands": {},
     "began": 0.0,
@@ -50,8 +50,8 @@ def facts(place: int = 1, **changes: Any) -> dict[str, Any]:
     """The facts of host number `place`, with `changes`: ``packages={"torch": None}`` changes that one entry,
     anything that is no dict replaces the fact."""
     result = copy.deepcopy(FACTS)
-    result["machine"] |= {"host": f"dgx-{place}", "boot": f"boot-{place}"}
-    result["names"] |= {"own": [f"10.0.0.{place}"]}
+    result["machine"] |= {"host": f"dgx-{place}", "boot": f"boot-{place}", "address": f"10.0.0.{place}"}
+    result["names"] = [f"10.0.0.{place}"]
     result["port"] = 29500 if place == 1 else None
     for name, change in changes.items():
         result[name] = result[name] | change if isinstance(change, dict) else change
@@ -70,5 +70,5 @@ def report(place: int = 1, name: str = "", slots: int = 8, **changes: Any) -> Ho
 def survey(*reports: HostReport, here: dict[str, Any] | None = None, **values: Any) -> Survey:
     """What the checks get; this machine is a login host of the same installation."""
     mine = HostReport(Host("here", 1), here or facts(9))
-    values = {"device": "cuda", "world_size": 16, "address": "dgx-1", **values}
-    return Survey(Answers(mine, reports), **values)
+    values = {"device": "cuda", "world_size": 16, **values}
+    return Survey(Answers(mine, reports, "10.0.0.1"), **values)

@@ -64,10 +64,9 @@ FAULTS = [
     ({"locks": [LOCK]}, "compiled ops", "error", "no process holds this lock"),
     ({"clock": 75.0}, "clock", "error", "75 s ahead of"),
     ({"clock": -5.0}, "clock", "warning", "5 s behind"),
-    ({"names": {"own": ["127.0.1.1"]}}, "own name", "error", "takes its own name (dgx-2) for 127.0.1.1"),
-    ({"names": {"rendezvous": []}}, "own name", "error", "cannot resolve dgx-1"),
-    ({"names": {"rendezvous": ["127.0.1.1"]}}, "own name", "error", "for itself"),
-    ({"reached": "Connection timed out"}, "rendezvous", "error", "not reach rank 0 at dgx-1, port 29500"),
+    ({"names": ["127.0.1.1"]}, "own name", "error", "takes its own name (dgx-2) for 127.0.1.1"),
+    ({"names": []}, "own name", "error", "takes its own name (dgx-2) for nothing that it knows"),
+    ({"reached": "Connection timed out"}, "rendezvous", "error", "not reach rank 0 at 10.0.0.1, port 29500"),
     ({"machine": {"host": "dgx-1", "boot": "boot-1"}}, "machine", "error", "is the same machine as dgx-1"),
     ({"noise": "Welcome!\nto dgx-2"}, "shell", "warning", "prints this at every login"),
     ({"seen": {}}, "connection", "error", "answered once, and then no more"),
@@ -160,7 +159,7 @@ def test_a_lock_that_another_host_holds_is_no_stale_one() -> None:
 
 
 def test_an_interface_for_gloo_replaces_the_address_of_the_name() -> None:
-    loop = {"names": {"own": ["127.0.1.1"]}}
+    loop = {"names": ["127.0.1.1"]}
     assert the_problem(survey(report(1), report(2, **loop))).check == "own name"
     assert host_problems(survey(report(1), report(2, **loop), interface="eth0")) == []
     assert host_problems(survey(report(1, **loop))) == []

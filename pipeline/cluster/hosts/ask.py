@@ -44,7 +44,7 @@ class Question:
         data: Local paths that are trained on.
         folders: Where the job writes; the first one is the output folder.
         environment: Variables that the launcher sets for the ranks.
-        address: Of the rendezvous, without a user; "" for none.
+        address: Of the rendezvous, as the user gave it; "" for the one by which the first host is reached.
         listen: Port of the rendezvous, tried on the first host. 0: it finds a free one. None: not tried.
         commands: Programs that the launcher starts on each host.
     """
@@ -91,10 +91,12 @@ class Answers:
     Attributes:
         here: The machine that asks, and starts the job.
         hosts: One report for each host, in their order.
+        address: At which the others tried to reach the first one.
     """
 
     here: HostReport
     hosts: tuple[HostReport, ...]
+    address: str = ""
 
 
 Way = Callable[[Host, str], list[str]]
@@ -122,19 +124,27 @@ def ask_hosts(
         deadline = time.monotonic() + seconds
         for talk in talks:
             talk.first_answer(deadline)
-        _go_on(talks)
+        address = _rendezvous(question, talks)
+        _go_on(talks, address)
     finally:
         for talk in talks:
             talk.end_input()
         for talk in talks:
             talk.end()
-    return Answers(talks[-1].report, tuple(talk.report for talk in talks[:-1]))
+    return Answers(talks[-1].report, tuple(talk.report for talk in talks[:-1]), address)
 
 
-def _go_on(talks: Sequence[_Talk]) -> None:
+def _rendezvous(question: Question, talks: Sequence[_Talk]) -> str:
+    """Where the first host is: as the user says, as ssh reached it, or by its name in the hostfile."""
+    first = talks[0].report
+    reached = first.facts.get("machine", {}).get("address")
+    return question.address or reached or first.host.name.rpartition("@")[2]
+
+
+def _go_on(talks: Sequence[_Talk], address: str) -> None:
     """All have left their tokens, and the first one listens, if they do at all: let them look around."""
     port = talks[0].report.facts.get("port")
-    line = json.dumps({"port": port if isinstance(port, int) else None})
+    line = json.dumps({"address": address, "port": port if isinstance(port, int) else None})
     for talk in talks:
         talk.go_on(line)
     deadline = time.monotonic() + _SECOND_ANSWER_SECONDS

@@ -26,8 +26,8 @@ from pipeline.cluster.hosts.judge import Check, Survey, Wrong, few
 from pipeline.cluster.hosts.session import local_command
 from pipeline.cluster.hosts.software import SOFTWARE
 from pipeline.cluster.hosts.system import SYSTEM, file_systems
-from pipeline.cluster.launcher_command import REMOTE_MASTER_PORT
 from pipeline.cluster.launcher_options import LauncherOptions
+from pipeline.cluster.rank_environment import LOOPBACK
 from pipeline.cluster.world import World
 from pipeline.data.remote import is_remote
 from pipeline.data.sources import training_paths, validation_paths
@@ -91,6 +91,17 @@ class HostCheck:
         return found if isinstance(found, int) else None
 
     @property
+    def addresses(self) -> list[str]:
+        """Of each host, as it was reached; the first one's is that of the rendezvous."""
+        first, *others = self.survey.answers.hosts
+        reached = [other.facts.get("machine", {}).get("address") for other in others]
+        names = [other.host.name.rpartition("@")[2] for other in others]
+        return [
+            self.survey.answers.address,
+            *(one or other for one, other in zip(reached, names, strict=True)),
+        ]
+
+    @property
     def file_systems(self) -> list[list[str]]:
         """Hosts whose output folder is one file system, group by group."""
         return file_systems(self.survey)
@@ -144,7 +155,6 @@ def ask_job_hosts(
         found.device,
         cache_bytes=int(options.cache_size * 1e9) if len(question.folders) > 1 else 0,
         world_size=world.size,
-        address=question.address,
         interface=exported.get("GLOO_SOCKET_IFNAME"),
     )
     return AskedHosts(found, survey, exported, tuple(problems))
@@ -166,7 +176,6 @@ def ask_about(
     folders = [output]
     if options.cache_dir or len(local) < len(paths):
         folders.append(options.cache_dir or f"{output}/data/remote")
-    port = launcher.master_port or (None if world.is_local else REMOTE_MASTER_PORT)
     return Question(
         project=str(PROJECT),
         cwd=str(Path.cwd()),
@@ -175,8 +184,8 @@ def ask_about(
         folders=_absolute(folders),
         # Not all of them: what is asked goes through command lines, and values may be secrets.
         environment={name: exported[name] for name in _CACHES if name in exported},
-        address=launcher.master_addr or world.hosts[0].name.rpartition("@")[2],
-        listen=port,
+        address=launcher.master_addr or (LOOPBACK if world.is_local else ""),
+        listen=None if world.is_local else launcher.master_port or 0,
         commands=tuple(filter(None, [_REMOTE_PROGRAM.get(launcher.launcher or "pdsh")])),
     )
 

@@ -52,12 +52,15 @@ def user(request: Request) -> dict[str, Any]:
 
 
 def machine(request: Request) -> dict[str, Any]:
-    """Its own name, its processor, and what tells it from every other running machine."""
+    """Its own name, its processor, what tells it from every other running machine, and its address."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:  # sandboxes have none; the name must do
         boot = ""
-    return {"host": socket.gethostname(), "arch": platform.machine(), "boot": boot}
+    # "client port server port": the address by which the one who asks reaches this host.
+    connection = os.environ.get("SSH_CONNECTION", "").split()
+    address = connection[2] if len(connection) == 4 else None
+    return {"host": socket.gethostname(), "arch": platform.machine(), "boot": boot, "address": address}
 
 
 def python(request: Request) -> dict[str, Any]:
@@ -262,14 +265,10 @@ def _opened() -> set[str]:
     return opened
 
 
-def names(request: Request) -> dict[str, Any]:
-    """The addresses of this host's own name and of the rendezvous, as this host resolves them."""
-    return {"own": _addresses(socket.gethostname()), "rendezvous": _addresses(request["address"])}
-
-
-def _addresses(name: str) -> list[str]:
+def names(request: Request) -> list[str]:
+    """The addresses that this host has for its own name; none if it does not know it."""
     try:
-        return sorted({str(found[4][0]) for found in socket.getaddrinfo(name, None)})
+        return sorted({str(found[4][0]) for found in socket.getaddrinfo(socket.gethostname(), None)})
     except OSError:
         return []
 
@@ -374,7 +373,7 @@ def main() -> None:
         line = next((line for line in sys.stdin if line.strip()), "")
         if line:
             told = json.loads(line)
-            reached = connect(request["address"], told["port"]) if told["port"] else None
+            reached = connect(told["address"], told["port"]) if told["port"] else None
             say({"seen": see_tokens(request), "reached": reached})
             sys.stdin.readline()
     finally:

@@ -142,7 +142,8 @@ def remote_command(host: str, script: str, ssh_port: int | None = None) -> list[
 def srun_command(host: str, script: str) -> list[str]:
     """The same through Slurm, inside an allocation: for clusters whose hosts take no ssh logins."""
     where = ["--nodes=1", "--ntasks=1", "--overlap", "--quiet", f"--nodelist={host.rpartition('@')[2]}"]
-    return ["srun", *where, "sh", "-c", script]
+    # srun passes the caller's environment on: that of another login is nothing the host could tell about itself.
+    return ["srun", *where, "sh", "-c", f"unset SSH_CONNECTION; {script}"]
 
 
 def local_command(script: str) -> list[str]:

@@ -17,7 +17,10 @@ CLOCK_WARNING_SECONDS, CLOCK_ERROR_SECONDS = 2.0, 60.0
 
 def _folder_test(report: HostReport, survey: Survey) -> Wrong | None:
     for place, (path, found) in enumerate(report.facts["folders"].items()):
-        needed = survey.output_bytes if place == 0 else survey.cache_bytes
+        needed = survey.cache_bytes
+        if place == 0:  # hosts with a disk of their own hold their ranks' part of a checkpoint
+            sharing = [each for each in report.seen.get(path, []) if each < len(survey.answers.hosts)]
+            needed = survey.output_bytes * max(1, len(sharing)) // len(survey.answers.hosts)
         if not found["writable"]:
             rule = f"{path} cannot be made: {found['nearest']} may not be written"
             return Wrong(report.host.name, path, rule, "See to its permissions, or name another folder")
@@ -83,30 +86,15 @@ def _clock(report: HostReport, survey: Survey) -> Wrong | None:
 
 def _own_name(report: HostReport, survey: Survey) -> Wrong | None:
     """gloo listens on the address of the host's name, and tells the others to come there."""
-    own = report.facts["names"]["own"]
-    if len(survey.answers.hosts) == 1 or survey.interface or not own or not all(map(_is_loopback, own)):
+    own = report.facts["names"]
+    if len(survey.answers.hosts) == 1 or survey.interface or (own and not all(map(_is_loopback, own))):
         return None
-    name = report.facts["machine"].get("host", "")
-    rule = f"the host takes its own name ({name}) for {own[0]}, where no other host reaches it"
+    name = report.facts["machine"]["host"]
+    rule = f"the host takes its own name ({name}) for {own[0] if own else 'nothing that it knows'}"
     remedy = f"In its /etc/hosts give {name} the address of its network, not 127.0.1.1"
-    return Wrong(report.host.name, own[0], rule, remedy)
-
-
-def _rendezvous_name(report: HostReport, survey: Survey) -> Wrong | None:
-    found = report.facts["names"]["rendezvous"]
-    if len(survey.answers.hosts) == 1 or not survey.address:
-        return None
-    if not found:
-        remedy = f"Add {survey.address} to its /etc/hosts or to DNS, or give --master_addr ADDRESS"
-        return Wrong(
-            report.host.name, "unknown", f"it cannot resolve {survey.address}, where rank 0 is", remedy
-        )
-    if report is not survey.answers.hosts[0] and all(map(_is_loopback, found)):
-        rule = f"it takes {survey.address}, where rank 0 is, for itself ({found[0]})"
-        return Wrong(
-            report.host.name, found[0], rule, "Correct its /etc/hosts, or give --master_addr ADDRESS"
-        )
-    return None
+    return Wrong(
+        report.host.name, own[0] if own else "unknown", f"{rule}: no other host reaches it there", remedy
+    )
 
 
 def _is_loopback(address: str) -> bool:
@@ -122,7 +110,7 @@ def _port(check: Check, survey: Survey) -> Iterator[Wrong]:
         yield Wrong(first.host.name, port, "rank 0 cannot listen on the port of the rendezvous", remedy)
     for report in known(check, survey):
         if report.reached is not None:
-            rule = f"it does not reach rank 0 at {survey.address}, port {port}"
+            rule = f"it does not reach rank 0 at {survey.answers.address}, port {port}"
             yield Wrong(report.host.name, report.reached, rule)
 
 
@@ -180,7 +168,7 @@ SYSTEM = (
         (each(_clock),), "Set it: chronyd or systemd-timesyncd on every host",
     ),
     Check(
-        "own name", "names", lambda found: few(found["own"]), (each(_own_name), each(_rendezvous_name)), "",
+        "own name", "names", few, (each(_own_name),), "",
     ),
     Check(
         "rendezvous", "", _show_reach, (_port,),
