@@ -44,6 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except JobError as error:
         print_problems(console(stderr=True), error.problems)
         return EXIT_WRONG_JOB
+    if problems := _conflicts(options, launcher):
+        print_problems(console(stderr=True), problems)
+        return EXIT_WRONG_JOB
     if options.environment:
         return check_environment()
     draft = check(options, launcher, options.world_size)
@@ -56,6 +59,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         draft.job = None
     print_draft(draft)
     return EXIT_FINISHED if draft.job is not None else EXIT_WRONG_JOB
+
+
+def _conflicts(options: CheckOptions, launcher: LauncherOptions) -> list[Problem]:
+    """Things to look at that exclude each other."""
+    problems = []
+    for name in ("hosts", "fabric"):
+        if getattr(options, name) and options.world_size is not None:
+            rule = "has nobody to ask: --world_size describes ranks on paper"
+            problems.append(Problem(name, True, rule, "Leave one of them out"))
+    others = {"hosts": options.hosts, "fabric": options.fabric, "hostfile": launcher.hostfile}
+    others["world_size"] = options.world_size
+    given = [name for name, value in others.items() if value]
+    if options.environment and given:
+        rule = f"looks at this machine alone, and at no job; --{given[0]} asks for more"
+        problems.append(Problem("environment", True, rule, "Leave one of them out"))
+    return problems
 
 
 def read_arguments(
@@ -96,6 +115,12 @@ def check(
     if draft.errors:
         draft.job = None
     return draft
+
+
+def can_ask_hosts(draft: Draft, launcher: LauncherOptions) -> bool:
+    """Whether a start goes to other hosts, and the user has nothing against looking there first."""
+    elsewhere = draft.world is not None and not draft.world.is_local
+    return elsewhere and not launcher.no_ssh and not launcher.no_ssh_check
 
 
 def check_with_hosts(draft: Draft, launcher: LauncherOptions) -> tuple[Draft, HostCheck]:

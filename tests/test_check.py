@@ -162,6 +162,23 @@ def test_a_name_that_the_terminal_cannot_show_is_no_failure(tmp_path: Path) -> N
     assert done.returncode == 2 and "n\\xf6" in done.stdout, done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        ("--hosts --world_size 4", "hosts = True: has nobody to ask"),
+        ("--fabric --world_size 4", "fabric = True: has nobody to ask"),
+        ("--environment --world_size 4", "environment = True: looks at this machine alone"),
+        ("--environment --hosts", "--hosts asks for more"),
+        ("--environment --hostfile hosts", "--hostfile asks for more"),
+    ],
+)
+def test_what_cannot_be_looked_at_together(
+    arguments: str, rule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments.split()) == 2
+    assert rule in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.parametrize("arguments", [["--seeed", "3"], ["--seed", "x"], ["--num_gpus", "two"]])
 def test_a_wrong_command_line_exits_with_2(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as stop:

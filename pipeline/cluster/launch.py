@@ -16,7 +16,8 @@ if __name__ == "__main__":
     # A script's own folder comes first on sys.path; the package is two above.
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from pipeline.check import check, print_draft, read_arguments
+from pipeline.check import can_ask_hosts, check, check_with_hosts, print_draft, read_arguments
+from pipeline.cluster.hosts.table import hosts_line, hosts_table
 from pipeline.cluster.launcher_command import plan_launch
 from pipeline.cluster.run import run_launch
 from pipeline.cluster.running import running_problems
@@ -38,6 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_problems(console(stderr=True), error.problems)
         return EXIT_WRONG_JOB
     draft = check(options, launcher)
+    if can_ask_hosts(draft, launcher):
+        draft, found = check_with_hosts(draft, launcher)
+        console(stderr=True).print(hosts_table(found) if found.problems else hosts_line(found))
     if launcher.is_first_host or draft.job is None:
         print_draft(draft, stderr=draft.job is None)
     if draft.job is None:

@@ -65,7 +65,7 @@ def launcher_parser() -> argparse.ArgumentParser:
     add("--launcher", choices=LAUNCHERS, help="how other hosts are reached (default: pdsh)")
     add("--launcher_args", metavar="ARGS", help="arguments for that launcher, quoted as one")
     add("--ssh_port", type=int, metavar="PORT", help="port of the ssh servers")
-    add("--no_ssh_check", action="store_true", help="do not try ssh to the first host before the start")
+    add("--no_ssh_check", action="store_true", help="do not go to the hosts for a check before the start")
     add("--no_ssh", action="store_true", help="start this host's ranks only; run the command on each host")
     add("--node_rank", type=int, metavar="N", help="with --no_ssh: this host's place in the hostfile")
     add(

@@ -51,6 +51,8 @@ def test_what_is_not_ssh_itself() -> None:
     assert failure_of(Said("", "", None)).kind == "no answer"
     failure = failure_of(Said("", "there is no Python\n", 127))
     assert failure.kind == "no check" and "there is no Python" in failure.rule
+    failure = failure_of(Said("", "srun: error: Unable to allocate resources: Invalid node name\n", 1))
+    assert failure.kind == "srun failed" and "Invalid node name" in failure.rule
     failure = failure_of(Said("This account is currently not available.\n", "", 1))
     assert "not available" in failure.rule
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,17 +11,23 @@ import pytest
 from pipeline.cluster.hostfile import Host
 from pipeline.cluster.hosts.ask import Question, ask_hosts, way_to_hosts
 from tests.hosts import Hosts
+from tests.hosts.slurm import start_slurm, why_no_slurm
 
 pytestmark = pytest.mark.multihost
 PROJECT = Path(__file__).resolve().parents[2]
 SETTINGS = PROJECT / "pipeline" / "job" / "settings.py"
 
 
-def check(hosts: Hosts, *arguments: str | Path, names: Sequence[str] | None = None) -> tuple[int, str]:
+def check(
+    hosts: Hosts,
+    *arguments: str | Path,
+    names: Sequence[str] | None = None,
+    env: Mapping[str, str] | None = None,
+) -> tuple[int, str]:
     """Exit code and output, blanks made one, of the check on the login host."""
     command = [sys.executable, "-m", "pipeline.check", "--hosts", "--output_dir", hosts.folder / "run"]
     command += ["--hostfile", hosts.write_hostfile(2, names), *arguments]
-    done = hosts.run("h0", command, timeout=60, cwd=PROJECT)
+    done = hosts.run("h0", command, timeout=60, cwd=PROJECT, env=env)
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, " ".join((done.stdout + done.stderr).split())
 
@@ -127,3 +133,25 @@ def test_names_that_only_ssh_knows(make_hosts) -> None:
     code, shown = check(hosts, names=["big1", "big2"])
     assert code == 0, shown
     assert "rendezvous listens on" in shown and "ok" in shown
+
+
+def test_slurm_needs_no_ssh(make_hosts) -> None:
+    if reason := why_no_slurm():
+        pytest.skip(reason)
+    hosts = make_hosts(2)
+    env = start_slurm(hosts, slots=2)
+    with hosts.ssh_trouble("h2", "password"):
+        code, shown = check(hosts, "--launcher", "slurm", env=env)
+    assert code == 0, shown
+    assert "reachable 2 of 2 ok" in shown and "rendezvous listens on" in shown, shown
+
+
+def test_a_start_goes_to_the_hosts_first(hosts: Hosts) -> None:
+    launch = [sys.executable, PROJECT / "pipeline" / "cluster" / "launch.py", "--hostfile"]
+    launch += [hosts.write_hostfile(1), "--output_dir", hosts.folder / "run"]
+    with hosts.ssh_trouble("h2", "password"):
+        done = hosts.run("h0", launch, timeout=60, cwd=PROJECT)
+    assert done.returncode == 2
+    assert "h2: reachable = 'asks'" in done.stderr and "This job cannot start: 1 error." in done.stderr
+    assert "Starting" not in done.stderr
+    assert list(hosts.folder.iterdir()) == []

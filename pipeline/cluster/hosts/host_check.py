@@ -93,7 +93,7 @@ class HostCheck:
     @property
     def addresses(self) -> list[str]:
         """Of each host, as it was reached; the first one's is that of the rendezvous."""
-        first, *others = self.survey.answers.hosts
+        _, *others = self.survey.answers.hosts
         reached = [other.facts.get("machine", {}).get("address") for other in others]
         names = [other.host.name.rpartition("@")[2] for other in others]
         return [

@@ -111,6 +111,9 @@ def failure_of(said: Said) -> Failure:
     if said.return_code is None:
         return NO_ANSWER
     last = said.errors.strip().splitlines()[-1:] or said.noise.strip().splitlines()[-1:] or ["nothing"]
+    if slurm := re.search(r"srun: error: (.+)", said.errors):
+        remedy = "See sinfo and squeue: the host must be up, and free or in this allocation"
+        return Failure("srun failed", f"Slurm starts nothing there ({slurm[1][:200]})", remedy)
     if said.return_code != _SSH_FAILED:
         rule = f"the login works, but the check does not run there (it says: {last[0].strip()[:200]})"
         return Failure("no check", rule, "Try `ssh {host} python3 -V`; its shell must run commands")

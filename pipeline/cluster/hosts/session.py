@@ -142,7 +142,7 @@ def remote_command(host: str, script: str, ssh_port: int | None = None) -> list[
 def srun_command(host: str, script: str) -> list[str]:
     """The same through Slurm, inside an allocation: for clusters whose hosts take no ssh logins."""
     where = ["--nodes=1", "--ntasks=1", "--overlap", "--quiet", f"--nodelist={host.rpartition('@')[2]}"]
-    # srun passes the caller's environment on: that of another login is nothing the host could tell about itself.
+    # srun passes the caller's environment on, and that login was not this host's.
     return ["srun", *where, "sh", "-c", f"unset SSH_CONNECTION; {script}"]
 
 

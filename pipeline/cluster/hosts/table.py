@@ -28,6 +28,12 @@ def hosts_table(found: HostCheck) -> Table:
     return table
 
 
+def hosts_line(found: HostCheck) -> str:
+    """That there is nothing to say, in one line."""
+    count = len(found.survey.hosts)
+    return f"Checked {count} {'host' if count == 1 else 'hosts'}: nothing stands in the way."
+
+
 def _marks(found: HostCheck) -> dict[str, Text]:
     """The verdict on each check that found something."""
     marks: dict[str, Text] = {}
