@@ -56,21 +56,28 @@ class PickledObject:
         """Let the file be written from these copies of the storages."""
         self.storages = dict(copies)
 
-    def write(self, path: Path, name: str) -> WrittenFile:
-        """Write ``path / name``; returns when it is on the disk.
+    def write(self, folder: Path, name: str) -> WrittenFile:
+        """Write ``folder / name``; returns when it is on the disk.
 
         Raises:
             OSError: it cannot be written.
         """
-        with synced(path / name) as file:
+        with synced(folder, name) as file:
             stream = DigestStream(file)
             archive = torch._C.PyTorchFileWriter(stream, False, _ALIGNMENT)  # no CRC: the digest covers all
-            for record, content in self._head().items():
-                archive.write_record(record, content, len(content))
-            for key, storage in self.storages.items():
-                archive.write_record(f"data/{key}", storage.cpu(), storage.nbytes())
-            archive.write_end_of_file()
-        return stream.written(name)
+            try:
+                self._write_records(archive, stream)
+            finally:  # else its destructor does this, when the file is closed
+                archive.write_end_of_file()
+            return stream.written(name)
+
+    def _write_records(self, archive: Any, stream: DigestStream) -> None:
+        for record, content in self._head().items():
+            archive.write_record(record, content, len(content))
+        for key, storage in self.storages.items():
+            if stream.failure is not None:
+                return
+            archive.write_record(f"data/{key}", storage.cpu(), storage.nbytes())
 
     def _head(self) -> dict[str, bytes | str]:
         return {

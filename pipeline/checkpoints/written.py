@@ -7,6 +7,7 @@ of what the copying costs, SHA-256 more than the writing.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -35,35 +36,61 @@ class WrittenFile:
 
 
 class DigestStream:
-    """Passes writes on to a file, counting and hashing them."""
+    """Passes writes on to a file, counting and hashing them.
+
+    A write never raises: torch's archive writes once more when it is destroyed, where an exception ends the
+    process. What is written after a failure is dropped, and `written` raises it.
+
+    Attributes:
+        failure: The first error of the file.
+    """
 
     def __init__(self, file: IO[bytes]) -> None:
+        self.failure: OSError | None = None
         self._file = file
         self._hash = ALGORITHMS[DEFAULT]()
         self._bytes = 0
 
     def write(self, data: Any) -> int:
-        self._file.write(data)
-        self._hash.update(data)
-        self._bytes += len(data)
+        if self.failure is None:
+            try:
+                self._file.write(data)
+            except OSError as error:
+                self.failure = error
+            self._hash.update(data)
+            self._bytes += len(data)
         return len(data)
 
-    def flush(self) -> None:
-        self._file.flush()
-
     def written(self, name: str) -> WrittenFile:
-        """What went through."""
+        """What went through.
+
+        Raises:
+            OSError: not all of it could be written.
+        """
+        if self.failure is not None:
+            raise self.failure
         return WrittenFile(name, self._bytes, f"{DEFAULT}:{self._hash.hexdigest()}")
 
 
 @contextlib.contextmanager
-def synced(path: Path) -> Iterator[IO[bytes]]:
-    """A new file to write to, in a folder that is made if it is missing; on the disk when the block ends."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
+def synced(folder: Path, name: str) -> Iterator[IO[bytes]]:
+    """A new file below `folder` to write to; on the disk when the block ends.
+
+    Raises:
+        OSError: it cannot be written; it is named.
+    """
+    path = folder / name
+    try:
+        if not folder.is_dir():  # it is not made anew where a mount has vanished
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def write_bytes(folder: Path, name: str, content: bytes) -> WrittenFile:
@@ -72,10 +99,10 @@ def write_bytes(folder: Path, name: str, content: bytes) -> WrittenFile:
     Raises:
         OSError: it cannot be written.
     """
-    with synced(folder / name) as file:
+    with synced(folder, name) as file:
         stream = DigestStream(file)
         stream.write(content)
-    return stream.written(name)
+        return stream.written(name)
 
 
 def copy_file(source: Path, folder: Path, name: str) -> WrittenFile:
@@ -84,10 +111,10 @@ def copy_file(source: Path, folder: Path, name: str) -> WrittenFile:
     Raises:
         OSError: it cannot be read or written.
     """
-    with source.open("rb") as original, synced(folder / name) as file:
+    with source.open("rb") as original, synced(folder, name) as file:
         stream = DigestStream(file)
         shutil.copyfileobj(original, stream, _CHUNK)  # type: ignore[misc]
-    return stream.written(name)
+        return stream.written(name)
 
 
 def sync_existing(folder: Path, name: str) -> WrittenFile:

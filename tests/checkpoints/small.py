@@ -43,8 +43,14 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def job(folder: Path, ranks: int = 2, device: Literal["cpu", "cuda"] = "cpu", **changes: Any) -> Job:
-    """The job of `CONFIG` with `changes`; its run folder is ``folder / "run"``."""
+def job(
+    folder: Path,
+    ranks: int = 2,
+    device: Literal["cpu", "cuda"] = "cpu",
+    output: Path | None = None,
+    **changes: Any,
+) -> Job:
+    """The job of `CONFIG` with `changes`; its run folder is `output`, or ``folder / "run"``."""
     model, config = folder / "model.json", folder / "ds.json"
     model.write_text(json.dumps(asdict(MODEL)), encoding="utf-8")
     config.write_text(json.dumps({**CONFIG, **changes}), encoding="utf-8")
@@ -53,7 +59,7 @@ def job(folder: Path, ranks: int = 2, device: Literal["cpu", "cuda"] = "cpu", **
         model=str(model),
         seq_length=SEQUENCE,
         train_steps=4,
-        output_dir=str(folder / "run"),
+        output_dir=str(output or folder / "run"),
     )
     return resolve(options, World((Host("localhost", ranks),), device))
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.training.best_losses import Best
 from pipeline.training.console import (
     LiveConsole,
     NullConsole,
@@ -54,6 +55,12 @@ def metrics(
 
 def test_a_named_set_is_named():
     assert evaluation_line(EvalMetrics(3, 1.75, "books"), 20) == "step  3/20 | held-out loss on books 1.7500"
+
+
+def test_the_lowest_loss_stands_beside():
+    line = "step  3/20 | held-out loss 1.7500 | lowest"
+    assert evaluation_line(EvalMetrics(3, 1.75, best=Best(1.75, 3)), 20) == f"{line} so far"
+    assert evaluation_line(EvalMetrics(3, 1.75, best=Best(1.5, 2)), 20) == f"{line} 1.5000 at 2"
 
 
 def run(console, steps: range, **fields: object) -> None:

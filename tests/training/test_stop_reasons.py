@@ -1,0 +1,151 @@
+"""Time limits, stop files, and how they are told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.job.durations import parse_duration
+from pipeline.training import stopping
+from pipeline.training.signals import StopRequest
+from pipeline.training.stopping import STOP_FILE, TIME_LIMIT, StopFile, Stopping, TimeLimit, reason_text
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("3600", 3600),
+        ("90m", 5400),
+        ("3h30m", 12600),
+        ("2d", 172800),
+        ("1d2h3m4s", 93784),
+        ("30:00", 1800),
+        ("12:30:00", 45000),
+        ("1-12", 129600),
+        ("1-12:00", 129600),
+        ("1-12:00:05", 129605),
+    ],
+)
+def test_lengths_of_time(text: str, seconds: int):
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize(
+    "text", ["", "soon", "1.5h", "-3", "1h30", "30m2h", "1-24:00", "10:60", "1:2:3:4", "h", "³"]
+)
+def test_what_is_no_length_of_time(text: str):
+    with pytest.raises(ValueError, match=r"length of time|more than"):
+        parse_duration(text)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_limit_leaves_time_for_a_save_and_a_step():
+    clock = Clock()
+    limit = TimeLimit(100, None, first_save=20, clock=clock)
+    limit.note_step(2)
+    assert limit.margin == 1.5 * (20 + 2) + stopping.LEAVING_SECONDS
+    clock.now += 100 - limit.margin - 0.1
+    assert not limit.reached
+    clock.now += 0.2
+    assert limit.reached
+
+
+def test_a_measured_save_replaces_the_guess_and_the_slowest_counts():
+    limit = TimeLimit(100, None, first_save=20, clock=Clock())
+    limit.note_save(4)
+    assert limit.margin == 1.5 * 4 + stopping.LEAVING_SECONDS
+    limit.note_save(6)
+    limit.note_save(5)
+    assert limit.margin == 1.5 * 6 + stopping.LEAVING_SECONDS
+
+
+def test_a_slow_first_step_is_forgotten():
+    limit = TimeLimit(100, None, first_save=0, clock=Clock())
+    limit.note_step(50)
+    for _ in range(300):
+        limit.note_step(1)
+    assert limit.margin == 1.5 + stopping.LEAVING_SECONDS
+
+
+def test_a_limit_counts_from_the_launch():
+    clock = Clock()
+    limit = TimeLimit(100, time.time() - 60, first_save=0, clock=clock)
+    clock.now += 100 - 60 - stopping.LEAVING_SECONDS - 1
+    assert not limit.reached
+    clock.now += 1.5
+    assert limit.reached
+
+
+def test_a_launch_in_the_future_is_now():
+    """The launch's host may be ahead."""
+    clock = Clock()
+    limit = TimeLimit(100, time.time() + 3600, first_save=0, clock=clock)
+    clock.now += 96
+    assert limit.reached
+
+
+@pytest.fixture
+def look_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stopping, "FILE_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("look_always")
+def test_a_file_that_appears_counts(tmp_path: Path):
+    file = StopFile(tmp_path / "STOP", removed_when_obeyed=True)
+    assert not file.seen()
+    (tmp_path / "STOP").touch()
+    assert file.seen()
+    file.obeyed()
+    assert not (tmp_path / "STOP").exists()
+    assert file.seen()  # what was seen was seen
+
+
+@pytest.mark.usefixtures("look_always")
+def test_a_file_from_before_counts_when_it_is_touched(tmp_path: Path):
+    path = tmp_path / "STOP"
+    path.touch()
+    os.utime(path, (1, 1))
+    file = StopFile(path, removed_when_obeyed=False)
+    assert not file.seen()
+    path.touch()
+    assert file.seen()
+    file.obeyed()
+    assert path.exists()
+
+
+def test_a_file_is_looked_for_now_and_then_only(tmp_path: Path):
+    file = StopFile(tmp_path / "STOP", removed_when_obeyed=True)
+    assert not file.seen()
+    (tmp_path / "STOP").touch()
+    assert not file.seen()
+
+
+@pytest.mark.usefixtures("look_always")
+def test_codes_and_their_words(tmp_path: Path):
+    clock = Clock()
+    limit = TimeLimit(100, None, 0, clock)
+    with StopRequest() as signals:
+        stops = Stopping(signals, limit, StopFile(tmp_path / "STOP", removed_when_obeyed=True))
+        assert stops.code() == 0
+        (tmp_path / "STOP").touch()
+        assert stops.code() == STOP_FILE
+        clock.now += 100
+        assert stops.code() == TIME_LIMIT
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert stops.code() == signal.SIGUSR1
+        stops.obeyed()
+    assert not (tmp_path / "STOP").exists()
+    assert reason_text((0, STOP_FILE)) == "stop file"
+    assert reason_text((0, TIME_LIMIT)) == "time limit"
+    assert reason_text((3, signal.SIGTERM)) == "SIGTERM on rank 3"
