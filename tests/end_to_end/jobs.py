@@ -147,7 +147,7 @@ def signal_after_step(_: list[str], rank: int, step: int, victim: int, number: s
 
 def signal_on_call(_: list[str], rank: int, target: str, victim: int, number: signal.Signals) -> None:
     """Rank `victim` gets a signal while it calls `target`, ``module:function`` or ``module:Class.method``."""
-    _before_call(target, lambda: os.kill(os.getpid(), number) if rank == victim else None)
+    before_call(target, lambda: os.kill(os.getpid(), number) if rank == victim else None)
 
 
 def raise_on_call(_: list[str], rank: int, target: str, victim: int) -> None:
@@ -157,7 +157,7 @@ def raise_on_call(_: list[str], rank: int, target: str, victim: int) -> None:
         if rank == victim:
             raise OSError(f"rank {rank} has no space left")
 
-    _before_call(target, fail)
+    before_call(target, fail)
 
 
 def poison_weight(_: list[str], rank: int, step: int, victim: int) -> None:
@@ -191,7 +191,8 @@ def replace_argument(args: list[str], rank: int, victim: int, old: str, new: str
         args[args.index(old)] = new
 
 
-def _before_call(target: str, action: Callable[[], None]) -> None:
+def before_call(target: str, action: Callable[[], None]) -> None:
+    """Do something whenever `target` is called, ``module:function`` or ``module:Class.method``."""
     module_name, _, name = target.partition(":")
     module = __import__(module_name, fromlist=[name])
     *owners, name = name.split(".")

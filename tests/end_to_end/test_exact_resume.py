@@ -35,6 +35,9 @@ def zero(stage: int, **settings: Any) -> dict[str, Any]:
 CPU = {"device": "cpu", "pin_memory": False}
 BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 DROPOUT = ("--dropout", "0.2")
+ASYNC = ("--async_save", "--save_interval", "1")
+SHORT = ("--eval_fraction", "0.8", "--async_save", "--save_interval", "3")  # trains on one document
+WARM_UP = {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 4, "total_num_steps": 10}}}
 CASES = (
     Case("zero 1, dropout", 2, zero(1), DROPOUT, slow=False),
     Case("1f1b", 2, {"pipeline": {"stages": 2}}, slow=False),
@@ -71,6 +74,12 @@ CASES = (
     Case("recomputation", 2, {"activation_checkpointing": {"mode": "full"}, **zero(1)}, DROPOUT),
     Case("sgd with momentum", 2, {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}),
     Case("saved at step 3, stopped after 2", 2, zero(1), ("--save_interval", "3")),
+    Case("async, zero 1", 2, zero(1), (*ASYNC, *DROPOUT), slow=False),
+    Case("async, zero 0", 2, {}, ASYNC),
+    Case("async, zero 3, offload", 2, zero(3, offload_optimizer=CPU, offload_param=CPU), ASYNC),
+    Case("async, bf16, zero 1, 1f1b", 2, {**BF16, **zero(1), "pipeline": {"stages": 2}}, ASYNC),
+    # 32 samples a step, of a text that has about 60: the stop is in the second epoch, and in the warm-up.
+    Case("async, mid-epoch, odd intervals", 2, {**zero(1), **WARM_UP, "train_batch_size": 32}, SHORT),
 )
 
 
@@ -95,10 +104,29 @@ def test_stopped_and_resumed_is_equal_to_the_last_bit(case: Case, tmp_path: Path
 
     resumed = run_job(parts, case.ranks).check()
     assert f"resumed from {tmp_path}/parts/checkpoints/global_step2" in resumed.stdout[0]
+    assert [line["step"] for line in shop.steps("parts")] == [1, 2, 3, 4, 5]  # no gap, none twice
     assert shop.steps("parts") == shop.steps("whole")
     assert shop.evaluations("parts") == shop.evaluations("whole")
     assert len(shop.evaluations("whole")) == 3
     assert run_ranks(differing_files, 1, shop.latest("whole"), shop.latest("parts")) == [[]]
+
+
+def test_saving_in_the_background_changes_no_bit(tmp_path: Path):
+    """Every file of every checkpoint, and the run itself."""
+    shop = Workshop(tmp_path)
+    config = shop.config(**zero(1), train_micro_batch_size_per_gpu=1)
+    run_job(shop.arguments("at_once", config, "--save_interval", "1", steps=4), 2).check()
+    run_job(shop.arguments("behind", config, *ASYNC, steps=4), 2).check()
+    assert shop.steps("behind") == shop.steps("at_once")
+    one, other = shop.latest("at_once").parent, shop.latest("behind").parent
+    files = sorted(path.relative_to(one) for path in one.rglob("*") if path.is_file())
+    assert files == sorted(path.relative_to(other) for path in other.rglob("*") if path.is_file())
+    assert len({path.parts[0] for path in files}) == 5  # four checkpoints, latest
+    shards = [path for path in files if path.suffix == ".pt"]
+    assert len(shards) >= 4 * 5
+    for path in files:
+        # The two runs' folders have names, which the manifest does not hold, nor the shards.
+        assert (one / path).read_bytes() == (other / path).read_bytes(), path
 
 
 def test_a_longer_run_continues_a_finished_one(tmp_path: Path):
