@@ -25,6 +25,7 @@ from pipeline.cluster.launcher_options import (
     launcher_problems,
     split_arguments,
 )
+from pipeline.cluster.launcher_rules import launcher_world_problems
 from pipeline.cluster.rank_environment import free_port
 from pipeline.cluster.world import World, resolve_world
 from pipeline.job.options import CheckOptions, Options, parse_options
@@ -106,6 +107,8 @@ def check(
     except JobError as error:
         draft = examine(options, None, error.problems)
     draft.problems += launcher_problems(launcher)
+    if draft.world is not None:
+        draft.problems += launcher_world_problems(launcher, draft.world)
     if draft.job is not None:
         resumption = examine_resume(draft.job)
         draft.problems += resumption.problems

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -72,9 +73,19 @@ def test_a_host_that_is_not_reached_says_why(hosts: Hosts, kind: str) -> None:
     assert "This job cannot start: 1 error." in shown
 
 
+def other_file(hosts: Hosts, package: str, name: str) -> None:
+    """Let a file on h2 say that the package has version 0.1."""
+    distribution = importlib.metadata.distribution(package)
+    path = Path(str(distribution.locate_file(name)))
+    hosts.replace_file("h2", path, path.read_text().replace(distribution.version, "0.1"))
+
+
 def test_what_differs_on_a_host_is_named(make_hosts) -> None:
     hosts = make_hosts(2)
     hosts.replace_file("h2", SETTINGS, SETTINGS.read_text() + "\n# changed\n")
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "deepspeed")}
+    other_file(hosts, "torch", "torch/version.py")
+    other_file(hosts, "deepspeed", f"deepspeed-{versions['deepspeed']}.dist-info/METADATA")
     lock = hosts.path("h2", "/run/home/.cache/torch_extensions/py311_cpu/op/lock")
     lock.parent.mkdir(parents=True)
     lock.touch()
@@ -90,12 +101,14 @@ def test_what_differs_on_a_host_is_named(make_hosts) -> None:
     assert code == 2
     for text in (
         "error: h2: code = ",
+        f"error: h2: torch = '0.1': must be {versions['torch']}, as on h1",
+        f"error: h2: deepspeed = '0.1': must be {versions['deepspeed']}, as on this machine",
         "error: h2: compiled ops = '/run/home/.cache/torch_extensions/py311_cpu/op/lock",
         "On h2: rm /run/home/.cache/torch_extensions/py311_cpu/op/lock",
         "error: h2: own name = '127.0.1.1': the host takes its own name (h2) for 127.0.1.1",
         "error: h1: rendezvous = 'Address already in use'",
         "warning: h1: shell = 'Welcome to h1'",
-        "This job cannot start: 4 errors.",
+        "This job cannot start: 6 errors.",
     ):
         assert text in shown, shown
 
