@@ -1,5 +1,8 @@
 """Pretrain a GPT: ``deepspeed pipeline/pretrain.py [options]``, or by torchrun, or alone.
 
+A launcher starts this script once per rank. That process becomes the rank's guard, and starts the script
+again as the rank (`pipeline.cluster.guard`).
+
 Every rank reads the job for itself and comes to the same result. A wrong job is refused here, before torch is
 imported. Exit codes: 0 finished, 2 wrong job, 3 stopped with a checkpoint saved, 1 anything else.
 """
@@ -11,29 +14,40 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
     # A script's own folder comes first on sys.path; the package is one above.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from pipeline.cluster.guard import own_rank
+
+    own_rank(sys.argv)  # a launcher's process is the guard and never gets further; the rank does
 
 from pipeline.checkpoints.resume import resume_problems
 from pipeline.checkpoints.space import space_problems
 from pipeline.cluster.outcome import Outcome, write_outcome
 from pipeline.cluster.rank_environment import RankEnvironment, read_rank_environment
+from pipeline.cluster.rank_link import Inherited, NullLink, RankLink, connect, split_inherited
 from pipeline.cluster.running import only_job
-from pipeline.cluster.world import world_from_environment
+from pipeline.cluster.world import Host, world_from_environment
 from pipeline.job.job import Job
 from pipeline.job.options import Options, parse_options
 from pipeline.job.problems import EXIT_FAILED, EXIT_STOPPED, EXIT_WRONG_JOB, JobError
-from pipeline.job.report import console, print_problems
+from pipeline.job.report import console, print_problems, problems_text
 from pipeline.job.resolve import resolve
 from pipeline.training.signals import StoppedEarly, StopRequest
 
 
-def main(arguments: Sequence[str]) -> int:
-    """One rank's whole life; its exit code."""
+def main(arguments: Sequence[str], link: RankLink | None = None, inherited: Inherited | None = None) -> int:
+    """One rank's whole life; its exit code.
+
+    Args:
+        link: Leads to this rank's guard, if it has one.
+        inherited: What the launch decided; None without one.
+    """
+    link = link or NullLink()
     try:
         environment = read_rank_environment()
     except JobError as error:
@@ -41,40 +55,55 @@ def main(arguments: Sequence[str]) -> int:
         return EXIT_WRONG_JOB
     with StopRequest(announce=environment.rank == 0, early=True) as stop:
         try:
-            return _be_rank(arguments, environment, stop)
+            return _be_rank(arguments, environment, stop, link, inherited)
         except StoppedEarly as signal:
             stop.leave(str(signal))
             return EXIT_STOPPED
 
 
-def _be_rank(arguments: Sequence[str], environment: RankEnvironment, stop: StopRequest) -> int:
+def _be_rank(
+    arguments: Sequence[str],
+    environment: RankEnvironment,
+    stop: StopRequest,
+    link: RankLink,
+    inherited: Inherited | None,
+) -> int:
     output_dir = None
     try:
         with _one_report_per_host(environment):
             options = parse_options(arguments)
             output_dir = options.output_dir
-            job = _read_job(options, environment)
+            job = _read_job(options, environment, inherited)
         with only_job(job.output_dir) if environment.rank == 0 else contextlib.nullcontext():
-            stop.leave = partial(_leave_early, job, environment)
-            return _train(job, environment, stop)
+            if environment.rank == 0:
+                link.folder(job.output_dir)
+            stop.leave = partial(_leave_early, job, environment, link)
+            return _train(job, environment, stop, link)
     except JobError as error:
-        return _refuse(error, environment, output_dir)
+        return _refuse(error, environment, link, output_dir)
 
 
-def _read_job(options: Options, environment: RankEnvironment) -> Job:
-    job = resolve(options, world_from_environment(environment))
+def _read_job(options: Options, environment: RankEnvironment, inherited: Inherited | None) -> Job:
+    world = world_from_environment(environment)
+    batch: tuple[int, ...] = ()
+    if inherited is not None and inherited.hosts:
+        # The guard has compared its place with these; hosts may differ in their slots.
+        world = replace(world, hosts=tuple(Host(name, slots) for name, slots in inherited.hosts))
+        batch = inherited.batch
+    job = resolve(options, world, batch)
     if problems := [*resume_problems(job), *space_problems(job)]:
         raise JobError(problems)
     return job
 
 
-def _leave_early(job: Job, environment: RankEnvironment, signal: str) -> None:
+def _leave_early(job: Job, environment: RankEnvironment, link: RankLink, signal: str) -> None:
     """The last word of a rank that a signal ends before the ranks have met. Nothing had been trained."""
     message = f"{signal} on rank {environment.rank} before the first step"
     write_outcome(job.output_dir, Outcome("stopped", 0, environment.master_port, environment.rank, message))
+    link.left_early(message)
 
 
-def _train(job: Job, environment: RankEnvironment, stop: StopRequest) -> int:
+def _train(job: Job, environment: RankEnvironment, stop: StopRequest, link: RankLink) -> int:
     os.environ.update(environment.variables())
     from pipeline.training.quiet import quiet_deepspeed
 
@@ -85,32 +114,41 @@ def _train(job: Job, environment: RankEnvironment, stop: StopRequest) -> int:
         return Outcome(ending.status, ending.step, environment.master_port, message=ending.message)
 
     try:
-        ending = run(job, environment, stop, lambda ending: write_outcome(job.output_dir, outcome(ending)))
+        record = lambda ending: write_outcome(job.output_dir, outcome(ending))  # noqa: E731
+        ending = run(job, environment, stop, record, link)
     except JobError as error:
-        return _refuse(error, environment, job.output_dir)
+        return _refuse(error, environment, link, job.output_dir)
     except RunFailed as failure:
-        return _fail(failure.error, failure.step, job, environment)
+        return _fail(failure.error, failure.step, job, environment, link)
     except Exception as error:  # noqa: BLE001  (reported, recorded, and the exit code is 1)
-        return _fail(error, 0, job, environment)
+        return _fail(error, 0, job, environment, link)
     return outcome(ending).exit_code
 
 
-def _fail(error: Exception, step: int, job: Job, environment: RankEnvironment) -> int:
-    """Say it here and now: the launcher ends the other ranks as soon as one is gone."""
-    report = "".join(traceback.format_exception(error))
-    print(f"rank {environment.rank} failed after step {step}:\n{report}", file=sys.stderr, flush=True)
+def _fail(error: Exception, step: int, job: Job, environment: RankEnvironment, link: RankLink) -> int:
+    """Say it here and now: a launcher ends the other ranks as soon as one is gone."""
+    trace = "".join(traceback.format_exception(error))
+    if link.guarded:  # which tells the console of the first failure, and writes the outcome
+        link.failed(error, step, trace)
+        return EXIT_FAILED
+    print(f"rank {environment.rank} failed after step {step}:\n{trace}", file=sys.stderr, flush=True)
     message = f"{type(error).__name__}: {error}"
     outcome = Outcome("failed", step, environment.master_port, environment.rank, message)
     write_outcome(job.output_dir, outcome)
     return EXIT_FAILED
 
 
-def _refuse(error: JobError, environment: RankEnvironment, output_dir: str | None = None) -> int:
-    if environment.local_rank == 0:
+def _refuse(
+    error: JobError, environment: RankEnvironment, link: RankLink, output_dir: str | None = None
+) -> int:
+    if link.guarded:
+        link.refused(problems_text(error.problems))
+    elif environment.local_rank == 0:
         print_problems(console(stderr=True), error.problems)
-        # A folder that the job may not have is not written to, nor is one made for a job that is none.
-        if output_dir is not None and Path(output_dir).is_dir() and not _concerns_folder(error):
-            write_outcome(output_dir, Outcome("wrong_job", 0, environment.master_port, environment.rank))
+    # A folder that the job may not have is not written to, nor is one made for a job that is none.
+    may_write = output_dir is not None and Path(output_dir).is_dir() and not _concerns_folder(error)
+    if environment.local_rank == 0 and may_write:
+        write_outcome(output_dir, Outcome("wrong_job", 0, environment.master_port, environment.rank))
     return EXIT_WRONG_JOB
 
 
@@ -133,7 +171,8 @@ def _one_report_per_host(environment: RankEnvironment) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
+    inherited, arguments = split_inherited(sys.argv[1:])
+    code = main(arguments, connect(inherited) if inherited else None, inherited)
     sys.stdout.flush()
     sys.stderr.flush()
     if code == EXIT_FAILED:

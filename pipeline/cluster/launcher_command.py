@@ -7,13 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.cluster.forwarded import launcher_environment
 from pipeline.cluster.launcher_options import LauncherOptions
 from pipeline.cluster.rank_environment import LOOPBACK, free_port
+from pipeline.cluster.ticket import Ticket, encode
 from pipeline.cluster.world import World, available_cores
 
 SCRIPT = Path(__file__).resolve().parents[1] / "pretrain.py"
 DEEPSPEED = (sys.executable, "-m", "deepspeed.launcher.runner")
-# DeepSpeed's own default, free or not: this machine cannot know which ports are free on another.
+# DeepSpeed's own default. Where hosts are started one by one, all must know it beforehand; otherwise the
+# hub replaces it by a port that is free on the first host.
 REMOTE_MASTER_PORT = 29500
 
 
@@ -24,7 +27,7 @@ class Launch:
     Attributes:
         command: Its argument list; no shell reads it.
         environment: Its environment, which local ranks inherit.
-        master_port: Port of the rendezvous.
+        master_port: Port of the rendezvous, as the launcher is told.
     """
 
     command: tuple[str, ...]
@@ -35,17 +38,17 @@ class Launch:
 def plan_launch(
     options: LauncherOptions,
     world: World,
-    job_arguments: Sequence[str],
+    ticket: Ticket,
     environment: Mapping[str, str],
     script: str | Path = SCRIPT,
     deepspeed: Sequence[str] = DEEPSPEED,
 ) -> Launch:
-    """The exact start of `script` on every rank of `world`."""
+    """The exact start of `script` on every rank of `world`; the job's arguments are in the ticket."""
     port = options.master_port or (free_port() if world.is_local else REMOTE_MASTER_PORT)
     # The launcher's log of its own doings would hide the job's; what it refuses it raises, and that shows.
     arguments = ["--log_level", "critical", *_where(options, world), *_rendezvous(options, world, port)]
     arguments += _passed_on(options)
-    command = (*deepspeed, *arguments, str(script), *job_arguments)
+    command = (*deepspeed, *arguments, str(script), encode(ticket))
     return Launch(command, _environment(world, environment), port)
 
 
@@ -69,14 +72,12 @@ def _where(options: LauncherOptions, world: World) -> list[str]:
 
 
 def _rendezvous(options: LauncherOptions, world: World, port: int) -> list[str]:
-    arguments = ["--master_port", str(port)]
-    address = options.master_addr or (LOOPBACK if world.is_local else None)
-    if address is not None:
-        arguments += ["--master_addr", address]
-    # A hostfile makes the launcher go through ssh, even to this machine.
-    if options.no_ssh_check or (world.is_local and world.hostfile is not None):
-        arguments.append("--no_ssh_check")
-    return arguments
+    """Given an address, the launcher asks no host for one. It is the name of the first host; the ranks meet
+    where the hub sees rank 0."""
+    address = options.master_addr or (LOOPBACK if world.is_local else world.hosts[0].name.rpartition("@")[2])
+    # The hosts have been checked, all of them and with a time limit; the launcher's check has neither.
+    check = [] if options.no_ssh else ["--no_ssh_check"] if world.hostfile is not None else []
+    return ["--master_port", str(port), "--master_addr", address, *check]
 
 
 def _passed_on(options: LauncherOptions) -> list[str]:
@@ -91,7 +92,7 @@ def _passed_on(options: LauncherOptions) -> list[str]:
 
 
 def _environment(world: World, environment: Mapping[str, str]) -> dict[str, str]:
-    result = dict(environment)
+    result = launcher_environment(environment, world.is_local)
     if world.device == "cpu" and world.is_local:
         # The launcher sets CUDA_VISIBLE_DEVICES for every rank. Without this, an empty one, which hid the
         # GPUs from the check, would not hide them from the ranks.

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pipeline.cluster.hostfile import host_name_rule
 from pipeline.job.problems import Problem
 
+# Below 5 s of failure time-out, a host that swaps is taken for one that is gone.
+LEAST_SECONDS = {"stop_timeout": 0.001, "failure_timeout": 5.0, "step_timeout": 1.0}
 LAUNCHERS = ("pdsh", "openmpi", "mpich", "impi", "mvapich", "slurm")
 
 
@@ -31,6 +33,9 @@ class LauncherOptions:
     no_ssh: bool = False
     node_rank: int | None = None
     stop_timeout: float = 300.0
+    launch_addr: str | None = None
+    failure_timeout: float = 60.0
+    step_timeout: float | None = None
 
     @property
     def is_first_host(self) -> bool:
@@ -74,6 +79,20 @@ def launcher_parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="how long ranks may take to save after a first Ctrl-C or SIGTERM (default: 300)",
     )
+    add(
+        "--failure_timeout",
+        type=float,
+        metavar="SECONDS",
+        help="when a rank, a host or this command is gone, all ranks end within this time (default: 60)",
+    )
+    add(
+        "--step_timeout",
+        type=float,
+        metavar="SECONDS",
+        help="a step after the first that takes longer is hung (default: 20 times the longest of the last "
+        "50, at least 300); start-up, evaluations and saves always have 1800",
+    )
+    add("--launch_addr", metavar="HOST", help="address of this machine, as the first host reaches it")
     return parser
 
 
@@ -94,12 +113,16 @@ def launcher_problems(options: LauncherOptions) -> list[Problem]:
         port = getattr(options, key)
         if port is not None and not 1 <= port <= 65535:
             problems.append(Problem(key, port, "a port is from 1 to 65535", "Give another port"))
-    # host_name_rule knows no IPv6; its colons are as harmless as letters.
-    if options.master_addr is not None and (rule := host_name_rule(options.master_addr.replace(":", ""))):
-        problems.append(Problem("master_addr", options.master_addr, rule, "Give a host's name or address"))
-    if not 0 < options.stop_timeout < math.inf:  # nor is NaN a time
-        rule = "must be a number of seconds above 0"
-        problems.append(Problem("stop_timeout", options.stop_timeout, rule, "Give a number of seconds"))
+    for key in ("master_addr", "launch_addr"):
+        address = getattr(options, key)
+        # host_name_rule knows no IPv6; its colons are as harmless as letters.
+        if address is not None and (rule := host_name_rule(address.replace(":", ""))):
+            problems.append(Problem(key, address, rule, "Give a host's name or address"))
+    for key, least in LEAST_SECONDS.items():
+        seconds = getattr(options, key)
+        if seconds is not None and not least <= seconds < math.inf:  # nor is NaN a time
+            rule = f"must be a number of seconds, at least {least:g}"
+            problems.append(Problem(key, seconds, rule, "Give a number of seconds"))
     if options.no_ssh and (options.node_rank is None or options.master_addr is None):
         rule = "each host must know its place and the first host's address"
         problems.append(Problem("no_ssh", True, rule, "Add --node_rank N and --master_addr HOST"))

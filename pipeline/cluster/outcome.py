@@ -1,7 +1,7 @@
 """The job's own word about how it ended: ``<output_dir>/outcome.json``.
 
 The launcher's exit code does not tell: when a process of its own is killed by a signal, it returns 0.
-Rank 0 therefore writes how the run ended, and the launch believes nothing else.
+The ranks therefore say how the run ended, to the launch and in this file on every host.
 
 A file of an earlier start is removed before ranks start. What is found afterwards must carry the port of
 this start's rendezvous, which no other job on the host can hold at the same time.
@@ -52,11 +52,14 @@ class Outcome:
         return _EXIT_CODES[self.status]
 
 
-def write_outcome(output_dir: str | Path, outcome: Outcome) -> None:
+def write_outcome(output_dir: str | Path, outcome: Outcome, is_verdict: bool = False) -> None:
     """Say how the run ended; atomic, so that a reader sees all of it or nothing.
 
-    Rank 0 calls it when every rank has finished, stopped or refused; a rank that fails calls it for itself.
-    The first failure of a start stays, because those that follow are its consequences.
+    Rank 0 calls it when every rank has finished, stopped or refused; a rank without a guard that fails calls
+    it for itself. The first failure of a start stays, because those that follow are its consequences.
+
+    Args:
+        is_verdict: All ranks have been heard: it replaces whatever stands there.
 
     Raises:
         OSError: the folder cannot be written.
@@ -64,7 +67,7 @@ def write_outcome(output_dir: str | Path, outcome: Outcome) -> None:
     path = Path(output_dir) / OUTCOME_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     earlier = read_outcome(output_dir, outcome.master_port)
-    if earlier is not None and earlier.status == "failed":
+    if earlier is not None and earlier.status == "failed" and not is_verdict:
         return
     draft = path.with_name(f"{OUTCOME_FILE}.{os.getpid()}")
     draft.write_text(json.dumps(asdict(outcome)) + "\n", encoding="utf-8")

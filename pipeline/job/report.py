@@ -45,6 +45,12 @@ def print_problems(out: Console, problems: Sequence[Problem]) -> None:
         out.print(_problem(problem), soft_wrap=True)
 
 
+def problems_text(problems: Sequence[Problem]) -> str:
+    """The same without colours."""
+    ordered = sorted(problems, key=lambda problem: problem.severity)
+    return "\n".join(_problem(problem).plain for problem in ordered)
+
+
 def verdict(draft: Draft) -> Text:
     """The last line: whether the job can start."""
     if draft.job is not None:

@@ -86,23 +86,27 @@ class Draft:
         return value
 
 
-def resolve(options: Options, world: World) -> Job:
-    """The job.
+def resolve(options: Options, world: World, batch: Sequence[int] = ()) -> Job:
+    """The job; `batch` as in `examine`.
 
     Raises:
         JobError: with every problem of options, JSON, model, world and the rules between them.
     """
-    draft = examine(options, world)
+    draft = examine(options, world, batch=batch)
     if draft.job is None:
         raise JobError(draft.problems)
     return draft.job
 
 
-def examine(options: Options, world: World | None, problems: Iterable[Problem] = ()) -> Draft:
+def examine(
+    options: Options, world: World | None, problems: Iterable[Problem] = (), batch: Sequence[int] = ()
+) -> Draft:
     """Everything that can be said of a job, right or wrong.
 
     Args:
         world: None if it could not be found; `problems` then says why.
+        batch: Train batch, micro-batch and accumulation steps in place of the JSON's: on fewer hosts than the
+            job was meant for, a step must stay what it was.
     """
     draft = Draft(options, world, list(problems))
     config = Settings(read_json(config_path(options.deepspeed_config)))
@@ -113,7 +117,7 @@ def examine(options: Options, world: World | None, problems: Iterable[Problem] =
     draft.mesh = draft.derive("world", _mesh, facts)
     draft.precision = draft.derive("precision", _precision, facts, draft)
     draft.stages = draft.derive("partition", _stages, facts)
-    draft.batch = draft.derive("batch", _batch, facts, draft)
+    draft.batch = draft.derive("batch", _batch, facts, draft, batch)
     draft.train_steps = draft.derive("run length", _train_steps, facts, draft)
     draft.derive("schedule", _learning, facts, draft)
     draft.derive("output folder", _check_folder, facts)
@@ -159,8 +163,9 @@ def _stages(facts: Facts) -> tuple[int, ...]:
     )
 
 
-def _batch(facts: Facts, draft: Draft) -> Batch:
-    given = {key: facts.config.get(key) for key in (TRAIN, MICRO, STEPS)}
+def _batch(facts: Facts, draft: Draft, instead: Sequence[int]) -> Batch:
+    keys = (TRAIN, MICRO, STEPS)
+    given = dict(zip(keys, instead, strict=True)) if instead else {key: facts.config.get(key) for key in keys}
     numbers = {key: None if value == AUTO else value for key, value in given.items()}
     request = BatchRequest(
         train=numbers[TRAIN],

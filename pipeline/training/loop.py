@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol
 
 from pipeline.checkpoints.folder import TrainState
+from pipeline.cluster.roster import Phase
 from pipeline.data.batch import MicroBatch, StepBatch
 from pipeline.data.loader import BatchLoader
 from pipeline.job.job import Job
@@ -72,6 +73,7 @@ class Loop:
         stop_code: 0, or why this rank was asked to stop (`pipeline.training.stopping`).
         note_step: Is told how long each step took, with what followed it, in seconds.
         eval_sets: What is evaluated, in this order; empty where nothing is.
+        progress: Hears what this rank does, with how many steps taken.
         stop_reason: Why the run was stopped; empty before.
     """
 
@@ -86,6 +88,7 @@ class Loop:
     stop_code: Callable[[], int]
     state: TrainState
     note_step: Callable[[float], object] = lambda seconds: None
+    progress: Callable[[Phase, int], object] = lambda phase, step: None
     stop_reason: str = ""
     _skipped_in_a_row: int = 0
 
@@ -101,6 +104,7 @@ class Loop:
             return self._stop()
         for step in range(first, self.job.train_steps + 1):
             begin = time.perf_counter()
+            self.progress("training", self.state.step)
             batch = next(self.loader)
             verify = step < first + VERIFIED_STEPS
             agreed = agree_on_step(self.parallel, batch, self.stop_code(), verify, self.saves.busy)
@@ -117,11 +121,14 @@ class Loop:
             if self._is_due(step, self.job.eval_interval) and not self._evaluate(step):
                 return self._stop()
             if self._is_due(step, self.job.save_interval):
+                self.progress("saving", step)
                 self.saves.save(self.state)
+        self.progress("saving", self.state.step)
         self.saves.complete(self.state)
         return "finished"
 
     def _stop(self) -> Literal["stopped"]:
+        self.progress("saving", self.state.step)
         self.saves.complete(self.state)
         return "stopped"
 
@@ -162,6 +169,7 @@ class Loop:
 
     def _evaluate(self, step: int) -> bool:
         """Evaluate every set, or none: a stop leaves all of it to the next start. Whether it was done."""
+        self.progress("evaluating", step)
         losses: dict[str | None, tuple[float, int]] = {}
         for name, batches in self.eval_sets:
             found = evaluate(self.engine, self.parallel, batches, self.stop_code)

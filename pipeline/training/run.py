@@ -21,6 +21,7 @@ from pipeline.checkpoints.select import Selection, select_checkpoint
 from pipeline.checkpoints.space import checkpoint_bytes
 from pipeline.checkpoints.transfer import load_checkpoint
 from pipeline.cluster.rank_environment import RankEnvironment
+from pipeline.cluster.rank_link import RankLink
 from pipeline.data.evaluation import eval_batches
 from pipeline.data.loader import BatchLoader
 from pipeline.data.preparation import Rules
@@ -85,12 +86,16 @@ class RunFailed(Exception):
 
 
 def run(
-    job: Job, environment: RankEnvironment, stop: StopRequest, record: Callable[[Ending], None]
+    job: Job,
+    environment: RankEnvironment,
+    stop: StopRequest,
+    record: Callable[[Ending], None],
+    link: RankLink,
 ) -> Ending:
     """Train `job` as the rank that `environment` describes.
 
     `record` is called by rank 0 with the ending, before any rank leaves: a launcher ends all ranks as soon as
-    one has left with an exit code other than 0, which a stopped run's is.
+    one has left with an exit code other than 0, which a stopped run's is. `link` hears how far the rank is.
 
     Raises:
         JobError: the data cannot be used (found before ranks meet, on every rank alike).
@@ -108,8 +113,10 @@ def run(
         resume_step=state.step,
     )
     stopping = _stopping(job, rank, stop)
+    link.progress("preparing data", state.step)
     remote = _remote_cache(job, console)  # local copies are kept as long as it is open
     data = _data(job, state, rank, console, remote)
+    link.progress("building", state.step)
     if job.world.device == "cpu":
         share_cores(environment.local_size)
     start_distributed(job.world.device, environment.local_rank, GROUP_TIMEOUT)
@@ -130,7 +137,7 @@ def run(
     if ending is None:
         console.start([*data.summary(), *repetition(job, data), *parallelism(job), *origin(job, selection)])
         try:
-            ending = _train(job, parallel, engine, data, checkpoint, stopping, console)
+            ending = _train(job, parallel, engine, data, checkpoint, stopping, console, link)
         except Exception as error:
             raise RunFailed(error, engine.step) from error
         finally:
@@ -140,6 +147,7 @@ def run(
     if rank == 0:
         record(ending)
     gather_rows(parallel, 0)  # a barrier: nobody leaves before that
+    link.ending(*ending)
     stop_distributed()
     remote.close()
     return ending
@@ -210,6 +218,7 @@ def _train(
     checkpoint: Checkpoint | None,
     stopping: Stopping,
     console: Console,
+    link: RankLink,
 ) -> Ending:
     """Loop, then the last words: held-out loss, a sample of text, how to go on."""
     here, mesh = parallel.coordinates, job.mesh
@@ -220,7 +229,7 @@ def _train(
         loader = BatchLoader(data.train, job.batch, here.data, mesh.data, start=state.consumed_samples)
         stack.enter_context(loader)
         files, monitors = _sinks(job, parallel, data, state, stack, console)
-        saves = _saves(job, engine, data, files, state if checkpoint else None, stopping, console)
+        saves = _saves(job, engine, data, files, state if checkpoint else None, stopping, console, link)
         set_random_state(checkpoint.path if checkpoint else None, job.options.seed, parallel.rank)
         loop = Loop(
             job=job,
@@ -233,6 +242,7 @@ def _train(
             saves=saves,
             stop_code=stopping.code,
             note_step=stopping.note_step,
+            progress=link.progress,
             state=state,
         )
         try:
@@ -241,6 +251,7 @@ def _train(
             saves.settle()  # raised on every rank alike: what is being written may be the last good one
             raise
         done = loop.state.step
+        link.progress("finishing", done)
         if status == "stopped":
             console.message(
                 f"stopped after step {done} of {job.train_steps} ({loop.stop_reason}); {_resume_hint(job)}"
@@ -281,6 +292,7 @@ def _saves(
     saved: TrainState | None,
     stopping: Stopping,
     console: Console,
+    link: RankLink,
 ) -> RunSaves:
     """What saves the run's checkpoints."""
 
@@ -296,6 +308,7 @@ def _saves(
         with_progress=lambda state: replace(state, data=data.order.progress(state.consumed_samples)),
         say=console.message,
         note_seconds=stopping.note_save,
+        note_saved=link.saved,
     )
 
 

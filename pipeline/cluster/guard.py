@@ -1,0 +1,411 @@
+"""The owner of one rank: a small process that starts it, ends it, and tells the hub how it is. No torch.
+
+    launcher ── guard ──► rank ── its workers      A launcher starts `pretrain.py`; that process is the guard,
+                  │                                and starts `pretrain.py` again as the rank.
+                  └──── hub
+
+The rank ends when its guard's parent is gone, when the hub is gone, when the hub says so, and (by the
+system) when the guard itself is gone. The guard leaves when the hub has heard of every rank: a launcher ends
+the other ranks as soon as one process has left with an exit code other than 0, and they may be saving.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+
+from pipeline.cluster.contact import Contact, Refused, Unreachable
+from pipeline.cluster.hub import DIRECT_PORTS, Hub, HubSettings, Limits
+from pipeline.cluster.outcome import Outcome, write_outcome
+from pipeline.cluster.owned_process import OwnedProcess
+from pipeline.cluster.rank_environment import RankEnvironment, free_port, read_rank_environment
+from pipeline.cluster.rank_link import OPTION, STACKS_SIGNAL, Inherited
+from pipeline.cluster.rank_output import RankOutput, forget_old_starts
+from pipeline.cluster.ticket import Ticket, split_ticket
+from pipeline.cluster.wire import Connection, Message
+from pipeline.job.problems import EXIT_FAILED, EXIT_WRONG_JOB, JobError, Problem
+
+# What a rank is told when its guard is.
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+_TICK_SECONDS = 0.2
+# The deepspeed launcher's number of the host.
+_CROSS_RANK = "CROSS_RANK"
+
+
+def own_rank(argv: Sequence[str]) -> None:
+    """Be the guard of a rank that runs the script `argv` names; returns only in that rank.
+
+    A process that has been started by a guard is the rank. Whoever asks for help needs no guard.
+    """
+    if any(argument.startswith(OPTION) or argument in ("-h", "--help") for argument in argv):
+        return
+    try:
+        ticket, arguments = split_ticket(argv[1:])
+        environment = placed(ticket, os.environ)
+        guard = Guard(ticket, environment, [sys.executable, "-u", argv[0]], arguments)
+    except JobError as error:
+        say("\n".join(str(problem) for problem in error.problems))
+        sys.exit(EXIT_WRONG_JOB)
+    except (ValueError, Refused, Unreachable) as error:
+        say(f"error: {error}")
+        sys.exit(EXIT_FAILED)
+    code = guard.run()
+    # Not sys.exit: a thread that cannot write to a stopped terminal would be waited for.
+    os._exit(code)
+
+
+def placed(ticket: Ticket, environ: Mapping[str, str]) -> RankEnvironment:
+    """This rank's place in the world that was checked.
+
+    The deepspeed launcher numbers the ranks of a host wrongly where hosts have unequal slots
+    (``rank % local ranks``); the number is the place in the host's list.
+
+    Raises:
+        JobError: the launcher has made another world of it.
+    """
+    if not ticket.hosts:
+        return read_rank_environment(environ)
+    # Launchers that know nothing of torch set no rendezvous; the hub names the real one.
+    rendezvous = {"MASTER_ADDR": ticket.address, "MASTER_PORT": str(ticket.port)}
+    found = read_rank_environment(rendezvous | dict(environ))
+    problems = []
+    if found.world_size != ticket.world_size:
+        rule = f"the world that was checked has {ticket.world_size} ranks"
+        problems.append(Problem("WORLD_SIZE", found.world_size, rule, "Start the ranks that were checked"))
+        raise JobError(problems)
+    host, local_rank, slots = ticket.place(found.rank)
+    name = ticket.hosts[host][0]
+    if found.local_size != slots:
+        rule = f"rank {found.rank} belongs to host {name}, which was checked with {slots} ranks"
+        problems.append(Problem("LOCAL_SIZE", found.local_size, rule, "Give every host its slots"))
+    by_deepspeed = environ.get(_CROSS_RANK)
+    if by_deepspeed not in (None, str(host)) or (by_deepspeed is None and found.local_rank != local_rank):
+        rule = f"rank {found.rank} was checked as number {local_rank} on host {name}, and is elsewhere"
+        problems.append(
+            Problem("LOCAL_RANK", found.local_rank, rule, "Let the launcher fill one host after the other")
+        )
+    if problems:
+        raise JobError(problems)
+    return RankEnvironment(
+        found.rank, found.world_size, local_rank, slots, found.master_addr, found.master_port
+    )
+
+
+class Guard:
+    """One rank's owner.
+
+    Args:
+        command: Starts the rank, before its arguments.
+
+    Raises:
+        Refused, Unreachable: there is no hub that takes this rank.
+        OSError: rank 0 cannot listen for the other guards.
+    """
+
+    def __init__(
+        self, ticket: Ticket, environment: RankEnvironment, command: Sequence[str], arguments: Sequence[str]
+    ) -> None:
+        self._ticket = ticket
+        self._environment = environment
+        self._command = [*command]
+        self._arguments = [*arguments]
+        self._limits = Limits.of(ticket.failure_timeout)
+        self._signals: list[int] = []
+        self._parent = os.getppid()
+        self._selector = selectors.DefaultSelector()
+        self._hub = self._own_hub()
+        self._contact = Contact(ticket, environment, self._hello(), self._limits)
+        self._output = RankOutput(environment.rank)
+        self._link: Connection | None = None
+        self._process: OwnedProcess | None = None
+        self._by_guard = False
+        self._said_ending = False
+        self._kill_at: float | None = None
+        self._stacks_at: float | None = None
+        self._reported: float | None = None  # when the rank's end was reported
+        self._outcome: Outcome | None = None
+        self._released = False
+        self._progress: Message | None = None
+        self._progress_sent = 0.0
+
+    def run(self) -> int:
+        """Start the rank, see to it until its end and that of all others; its exit code."""
+        self._take_signals()
+        try:
+            while not self._is_done():
+                self._turn()
+        finally:
+            if self._process is not None:
+                self._process.kill()
+        self._farewell()
+        return self._exit_code()
+
+    # Start ----------------------------------------------------------------------------------------------
+
+    def _own_hub(self) -> Hub | None:
+        """Where no launch listens, rank 0's guard does; beside the rendezvous, where the others look."""
+        place, ticket = self._environment, self._ticket
+        if ticket.port or place.rank != 0:
+            return None
+        settings = HubSettings(
+            place.world_size,
+            direct_token(place),
+            ticket.failure_timeout,
+            ticket.step_timeout,
+            start_seconds=None,
+        )
+        for port in direct_ports(place):
+            with contextlib.suppress(OSError):
+                return Hub(settings, say, port, everywhere=place.world_size > place.local_size)
+        ports = direct_ports(place)
+        raise Unreachable(
+            f"other ranks' guards look at the ports {ports[0]} to {ports[-1]}, and none is free"
+        )
+
+    def _hello(self) -> Message:
+        place, ticket = self._environment, self._ticket
+        token = ticket.token or direct_token(place)
+        host = ticket.place(place.rank)[0] if ticket.hosts else place.rank // place.local_size
+        hello: Message = {
+            "token": token,
+            "rank": place.rank,
+            "host": socket.gethostname(),
+            "host_number": host,
+        }
+        if place.rank == 0:
+            direct = not ticket.port
+            hello["port"] = place.master_port if direct else free_port()
+            hello["address"] = place.master_addr if direct else ""
+        return hello
+
+    def _take_signals(self) -> None:
+        def note(number: int, _frame: FrameType | None) -> None:
+            self._signals.append(number)
+
+        for number in PASSED_ON:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                signal.signal(number, note)
+        # A child's end, and every other signal, ends the wait for messages.
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        reader, writer = socket.socketpair()
+        reader.setblocking(False)
+        writer.setblocking(False)
+        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        self._selector.register(reader, selectors.EVENT_READ)
+        self._wakeup = (reader, writer)
+
+    def _start_rank(self, order: Message) -> None:
+        """Start the rank at the rendezvous that the hub has named."""
+        place = self._environment
+        if self._ticket.port:
+            address, port = order["address"], order["port"]
+            place = RankEnvironment(
+                place.rank, place.world_size, place.local_rank, place.local_size, address, port
+            )
+            self._environment = place
+        mine, its = socket.socketpair()
+        stacks = self._output.stacks
+        inherited = Inherited(its.fileno(), stacks.fileno(), self._ticket.hosts, self._ticket.batch)
+        command = [*self._command, inherited.argument(), *self._arguments]
+        variables = dict(os.environ) | order["environment"] | place.variables()
+        stdout, stderr = self._output.open()
+        self._process = OwnedProcess(command, variables, stdout, stderr, (its.fileno(), stacks.fileno()))
+        its.close()
+        self._output.started()
+        where = f"rank {place.rank} of {place.world_size} on {socket.gethostname()}, process {self._process.pid}"
+        self._output.log(f"[guard] {where}, {time.strftime('%Y-%m-%d %H:%M:%S %z')}\n".encode())
+        self._link = Connection(mine)
+        for item in (self._link, *self._output.readers):
+            self._selector.register(item, selectors.EVENT_READ)
+        if order["logs"]:
+            self._log_to(Path(order["logs"]))
+
+    # One turn of the loop -------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        watched = [each for each in (self._hub, self._contact.connection) if each is not None]
+        for item in watched:
+            self._selector.register(item.fileno(), selectors.EVENT_READ)
+        ready = self._selector.select(_TICK_SECONDS)
+        for item in watched:
+            self._selector.unregister(item.fileno())
+        if any(key.fileobj is self._wakeup[0] for key, _ in ready):
+            with contextlib.suppress(BlockingIOError):
+                self._wakeup[0].recv(4096)
+        if self._hub is not None:
+            self._hub.poll()
+        self._pass_signals_on()
+        self._listen_to_rank()
+        self._listen_to_hub()
+        self._look_after_rank()
+
+    def _pass_signals_on(self) -> None:
+        received, self._signals[:] = list(self._signals), []
+        for number in received:
+            if self._process is not None:
+                self._process.send_signal(number)
+            elif self._reported is None:
+                self._give_up(f"{signal.Signals(number).name} before the rank was started", "ended")
+
+    def _listen_to_rank(self) -> None:
+        for ended in self._output.pump():
+            self._selector.unregister(ended)
+        if self._link is None:
+            return
+        for message in self._link.receive():
+            self._pass_report_on(message)
+        if self._link.closed and self._link.fileno() >= 0:
+            self._selector.unregister(self._link)
+            self._link.close()
+        now = time.monotonic()
+        if self._progress is not None and now - self._progress_sent >= min(1.0, self._limits.beat):
+            self._contact.send(**self._progress)
+            self._progress, self._progress_sent = None, now
+
+    def _pass_report_on(self, message: Message) -> None:
+        what = message.get("is")
+        if what == "progress":  # a tiny model takes a hundred steps a second
+            self._progress = message
+            return
+        if what == "failure":
+            self._output.log((message["text"].rstrip() + "\n").encode())
+        if what == "ending":
+            self._said_ending = True
+        if self._progress is not None:
+            self._contact.send(**self._progress)
+            self._progress = None
+        self._contact.send(**message)
+
+    def _listen_to_hub(self) -> None:
+        for order in self._contact.receive():
+            self._obey(order)
+        if self._contact.lost and not self._released and self._reported is None:
+            self._give_up(self._contact.lost, "lost")
+
+    def _obey(self, order: Message) -> None:
+        what = order["do"]
+        if what == "start" and self._process is None and self._reported is None:
+            self._start_rank(order)
+        elif what == "stop":
+            self._signals.append(signal.Signals[order["signal"]])
+        elif what == "stacks":
+            self._ask_for_stacks()
+        elif what == "end":
+            self._kill_at = min(
+                self._kill_at or time.monotonic() + order["grace"], time.monotonic() + order["grace"]
+            )
+        elif what == "log":
+            self._log_to(Path(order["path"]))
+        elif what == "release":
+            self._outcome = Outcome(**order["outcome"])
+            self._released = True
+            if self._reported is None:  # the others have waited long enough
+                self._kill()
+
+    def _log_to(self, folder: Path) -> None:
+        self._output.log_to(folder)
+        if self._environment.local_rank == 0:
+            forget_old_starts(folder.parent)
+
+    def _ask_for_stacks(self) -> None:
+        if self._process is not None:
+            self._process.send_signal(STACKS_SIGNAL)
+            self._stacks_at = time.monotonic() + 1.0
+
+    def _look_after_rank(self) -> None:
+        now = time.monotonic()
+        self._contact.beat(now)
+        if os.getppid() != self._parent and self._reported is None:
+            self._give_up("the launcher that started it is gone", "launcher")
+        if self._stacks_at is not None and now >= self._stacks_at:
+            self._stacks_at = None
+            text = self._output.take_stacks()
+            self._output.log(text.encode())
+            self._contact.send(text=text, **{"is": "stacks"})
+        if self._kill_at is not None and now >= self._kill_at and self._reported is None:
+            self._kill()
+        if self._process is not None and self._process.poll() is not None and self._reported is None:
+            self._report_end(self._process.code)
+
+    def _kill(self) -> None:
+        self._by_guard = True
+        if self._process is None:
+            self._report_end(EXIT_FAILED)
+            return
+        self._process.kill()
+        self._report_end(-signal.SIGKILL if self._process.code is None else self._process.code)
+
+    def _give_up(self, reason: str, kind: str) -> None:
+        """Something that the rank needs is gone: say so, where anybody hears it, and end it."""
+        step = 0 if self._progress is None else self._progress["step"]
+        self._contact.send(kind=kind, step=step, message=reason, **{"is": "failure"})
+        self._output.log(f"[guard] {reason}; the rank is ended\n".encode())
+        self._kill()
+
+    def _report_end(self, code: int | None) -> None:
+        """The rank has ended: end what it has left behind, and take its last words."""
+        if self._process is not None:
+            self._process.kill()
+        self._listen_to_rank()
+        self._output.finish()
+        if self._progress is not None:
+            self._contact.send(**self._progress)
+        tail = self._output.tail()
+        self._contact.send(code=code, by_guard=self._by_guard, tail=tail, **{"is": "ended"})
+        self._reported = time.monotonic()
+
+    # End ------------------------------------------------------------------------------------------------
+
+    def _is_done(self) -> bool:
+        if self._reported is None:
+            return False
+        if self._hub is not None:
+            return self._hub.verdict is not None and self._released
+        waited = time.monotonic() - self._reported
+        return self._released or bool(self._contact.lost) or waited > self._ticket.failure_timeout
+
+    def _farewell(self) -> None:
+        """The last things, when all ranks have ended: the verdict for the host's folder, the log's end."""
+        folder = self._output.folder
+        if self._outcome is not None and folder is not None and self._environment.local_rank == 0:
+            outcome = Outcome(**vars(self._outcome) | {"master_port": self._environment.master_port})
+            with contextlib.suppress(OSError):  # a full disk: the launch has it from the hub
+                write_outcome(folder.parents[1], outcome, is_verdict=True)
+        if self._hub is not None:
+            self._hub.linger()
+        self._contact.close()
+        self._output.close()
+
+    def _exit_code(self) -> int:
+        if self._process is None:
+            return EXIT_FAILED
+        code = self._process.code
+        if code is None or self._by_guard:
+            return EXIT_FAILED
+        if code == 0 and not self._said_ending:
+            return EXIT_FAILED
+        return code if code >= 0 else 128 - code
+
+
+def direct_ports(place: RankEnvironment) -> range:
+    """Where rank 0's guard listens, and the others look, without a launch."""
+    return range(place.master_port + 1, min(place.master_port + 1 + DIRECT_PORTS, 65536))
+
+
+def direct_token(place: RankEnvironment) -> str:
+    """Tells jobs without a launch apart: two on one host cannot have the same rendezvous port."""
+    return f"{place.master_port}/{place.world_size}"
+
+
+def say(line: str) -> None:
+    """One line on standard error."""
+    with contextlib.suppress(OSError):  # the terminal is gone
+        print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,385 @@
+"""Where the guards of all ranks meet: it starts the ranks together, hears how they are, ends them together.
+
+    launch.sh ── hub ◄──┬── guard ── rank 0        Without launch.sh the hub is in the guard of rank 0.
+                        ├── guard ── rank 1
+                        └── guard ── rank 2 ...
+
+The hub never waits for a guard, and a guard never for the hub: each holds the other for gone when nothing has
+come from it for half the failure time-out. What is lost, dies, hangs or refuses is the end of every rank.
+"""
+
+from __future__ import annotations
+
+import selectors
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.cluster.roster import Failure, Kind, RankState, Roster, Verdict, describe_exit, ranges
+from pipeline.cluster.stacks import grouped_stacks
+from pipeline.cluster.step_watch import StepWatch
+from pipeline.cluster.wire import Connection, Message, listen
+from pipeline.job.problems import EXIT_WRONG_JOB
+
+# Ports above the rendezvous that rank 0's guard may listen on where no launch gives an address.
+DIRECT_PORTS = 8
+# In the output folder: a folder for each start, in it a file for each rank.
+LOGS_FOLDER = "logs"
+# After a first report, others may come in that were first.
+SETTLE_SECONDS = 1.0
+# Between the question for the ranks' stacks and the end.
+STACKS_SECONDS = 3.0
+# Launchers reach hosts one after the other, and a cold file system takes its time to give out Python.
+START_SECONDS = 180.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Times that follow from the failure time-out, in seconds.
+
+    Attributes:
+        beat: Between two signs of life.
+        silence: Without a sign of life, the other side is gone.
+        grace: For ranks to end by themselves after a peer has failed, before they are killed.
+    """
+
+    beat: float
+    silence: float
+    grace: float
+
+    @classmethod
+    def of(cls, failure_timeout: float) -> Limits:
+        """They add up to less than the time-out, with room for the kill and the way."""
+        return cls(min(5.0, failure_timeout / 12), failure_timeout / 2, min(10.0, failure_timeout / 6))
+
+
+@dataclass(frozen=True)
+class HubSettings:
+    """What a hub must know of its start.
+
+    Attributes:
+        world_size: Ranks to expect.
+        token: What a guard must say to be heard.
+        master_addr, master_port: Rendezvous as the user gave it; None: rank 0's own address and a port that
+            is free there. Ignored for a start without a launch, whose launcher has said it.
+        environment: Variables for every rank that may not stand on a command line.
+        start_seconds: How long all ranks may take to report; None for no limit.
+    """
+
+    world_size: int
+    token: str
+    failure_timeout: float
+    step_timeout: float | None
+    master_addr: str | None = None
+    master_port: int | None = None
+    environment: tuple[tuple[str, str], ...] = ()
+    start_seconds: float | None = START_SECONDS
+
+
+class Hub:
+    """See the module's text. Call `poll` again and again until `verdict` is there.
+
+    Args:
+        port: Where to listen; 0: a free one.
+        everywhere: On all addresses of this machine, not on the loopback one.
+        say: Prints for the user.
+
+    Raises:
+        OSError: the port is taken.
+    """
+
+    def __init__(
+        self, settings: HubSettings, say: Callable[[str], None], port: int = 0, everywhere: bool = False
+    ) -> None:
+        self._settings = settings
+        self._limits = Limits.of(settings.failure_timeout)
+        self._say = say
+        self.roster = Roster()
+        self.verdict: Verdict | None = None
+        self.master: tuple[str, int] | None = None
+        self._listener = listen(port, everywhere)
+        self._listener.setblocking(False)
+        self.port: int = self._listener.getsockname()[1]
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._strangers: dict[Connection, float] = {}
+        self._guards: dict[int, Connection] = {}  # those that have gone included
+        self._ranks: dict[Connection, int] = {}
+        self._watch = StepWatch(settings.step_timeout)
+        self._logs: str | None = None
+        self._start_name = time.strftime("%Y%m%d-%H%M%S")
+        self._began = self._beat = time.monotonic()
+        self._stop: str | None = None
+        self._settle: float | None = None  # when the first failure is told
+        self._deadline: float | None = None  # when ranks that were to end are given up
+        self._asked_stacks: float | None = None
+        self._stacks: dict[int, str] = {}
+
+    def fileno(self) -> int:
+        """Readable when `poll` has something to do."""
+        return self._selector.fileno()  # type: ignore[attr-defined]
+
+    @property
+    def world_is_here(self) -> bool:
+        """Whether every rank has reported."""
+        return len(self.roster.states) == self._settings.world_size
+
+    def poll(self, seconds: float = 0.0) -> None:
+        """Take what arrives within `seconds`, and do what is due."""
+        for key, _ in self._selector.select(seconds):
+            if key.fileobj is self._listener:
+                self._accept()
+            else:
+                self._hear(key.data)
+        self._tick(time.monotonic())
+
+    # What others ask for --------------------------------------------------------------------------------
+
+    def stop(self, signal_name: str) -> bool:
+        """Ask every rank to save and end; False where no rank is there to be asked."""
+        self._stop = signal_name
+        self._broadcast(do="stop", signal=signal_name)
+        return bool(self.roster.running)
+
+    def end(self, kind: Kind, message: str, rank: int | None = None, at_once: bool = False) -> None:
+        """End every rank: something is wrong. `at_once`: without a time to end by itself."""
+        self._fail(Failure(kind, rank, self.roster.step, message, at=time.monotonic()))
+        if at_once and self.verdict is None:
+            self._tell_failure()
+            self._broadcast(do="end", grace=0.0)
+            self._deadline = time.monotonic() + self._limits.beat + 1.0
+
+    def linger(self, seconds: float = 2.0) -> None:
+        """Serve until the guards have left, which they do when they have heard the verdict, and close."""
+        deadline = time.monotonic() + seconds
+        while self._ranks and time.monotonic() < deadline:
+            self.poll(0.05)
+        self.close()
+
+    def close(self) -> None:
+        """Let go of every guard."""
+        for connection in (*self._ranks, *self._strangers):
+            connection.flush()
+            self._drop(connection)
+        self._listener.close()
+        self._selector.close()
+
+    # Traffic --------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        try:
+            stream, _ = self._listener.accept()
+        except OSError:  # it has left again
+            return
+        connection = Connection(stream)
+        self._strangers[connection] = time.monotonic()
+        self._selector.register(connection, selectors.EVENT_READ, connection)
+
+    def _hear(self, connection: Connection) -> None:
+        for message in connection.receive():
+            if connection in self._strangers:
+                self._meet(connection, message)
+            elif connection in self._ranks:
+                self._take(self.roster.states[self._ranks[connection]], message)
+
+    def _let_go(self) -> None:
+        """Part with connections that are gone. A guard that has reported its rank's end may go; others may
+        not."""
+        for connection in [each for each in (*self._ranks, *self._strangers) if each.closed]:
+            rank = self._ranks.get(connection)
+            self._drop(connection)
+            if rank is not None and not self.roster.states[rank].gone:
+                state = self.roster.states[rank]
+                self._lose(state, f"contact with its guard on {state.name} is lost (host or guard gone)")
+
+    def _drop(self, connection: Connection) -> None:
+        self._selector.unregister(connection)
+        connection.close()
+        self._strangers.pop(connection, None)
+        self._ranks.pop(connection, None)
+
+    def _meet(self, connection: Connection, hello: Message) -> None:
+        """A guard's first message. Who does not know the token is no guard of this job."""
+        rank = hello.get("rank")
+        if hello.get("token") != self._settings.token or not isinstance(rank, int):
+            connection.send(do="refuse", reason="this is another job's launch")
+            self._drop(connection)
+            return
+        name = str(hello["host"])
+        if rank in self._guards:
+            connection.send(do="refuse", reason=f"rank {rank} is here already")
+            self._drop(connection)
+            self.end("error", f"two processes, one on {name}, say that they are rank {rank}", rank)
+            return
+        del self._strangers[connection]
+        self._ranks[connection] = rank
+        self._guards[rank] = connection
+        self.roster.states[rank] = RankState(rank, hello["host_number"], name, time.monotonic())
+        if self.roster.failures or self.verdict:
+            connection.send(do="end", grace=0.0)
+        if rank == 0:
+            self.master = self._rendezvous(connection, hello)
+        if self.master is not None:
+            for each in list(self._guards.values()) if rank == 0 else [connection]:
+                self._welcome(each)
+
+    def _rendezvous(self, connection: Connection, hello: Message) -> tuple[str, int]:
+        """Where torch's ranks meet: on the host that rank 0 is on, whatever the launcher made of it."""
+        address = self._settings.master_addr or hello.get("address") or connection.peer
+        return address, self._settings.master_port or hello["port"]
+
+    def _welcome(self, connection: Connection) -> None:
+        address, port = self.master or ("", 0)
+        environment = dict(self._settings.environment)
+        connection.send(do="start", address=address, port=port, environment=environment, logs=self._logs)
+        if self._stop:
+            connection.send(do="stop", signal=self._stop)
+
+    def _take(self, state: RankState, message: Message) -> None:
+        """One report of a rank's guard."""
+        what = message.get("is")
+        if what == "progress":
+            state.phase, state.step, state.moved = message["phase"], message["step"], time.monotonic()
+            self._watch.progress(message["phase"], message["step"], state.moved)
+        elif what == "saved":
+            self.roster.saved = max(message["step"], self.roster.saved or 0)
+        elif what == "folder":
+            self._logs = f"{message['path']}/{LOGS_FOLDER}/{self._start_name}"
+            self._broadcast(do="log", path=self._logs)
+        elif what == "ending":
+            state.ending, state.step, state.message = message["status"], message["step"], message["message"]
+        elif what == "failure":
+            self._fail(
+                Failure(
+                    message["kind"],
+                    state.rank,
+                    message.get("step", state.step),
+                    message["message"],
+                    message.get("text", ""),
+                    time.monotonic(),
+                )
+            )
+        elif what == "stacks":
+            self._stacks[state.rank] = message["text"]
+        elif what == "ended":
+            self._rank_ended(state, message)
+
+    def _rank_ended(self, state: RankState, message: Message) -> None:
+        state.code, state.gone = message["code"], True
+        told = any(failure.rank == state.rank for failure in self.roster.failures)
+        if state.ending is not None or message["by_guard"] or told:
+            return
+        # 2 is how an option parser ends, after its message.
+        kind: Kind = "ended" if self._stop else "refused" if state.code == EXIT_WRONG_JOB else "died"
+        what = f"{self._stop} before it could save" if self._stop else describe_exit(state.code)
+        self._fail(Failure(kind, state.rank, state.step, what, message["tail"], time.monotonic()))
+
+    def _lose(self, state: RankState, message: str) -> None:
+        state.gone = True
+        self._fail(Failure("lost", state.rank, state.step, message, at=time.monotonic()))
+
+    def _broadcast(self, **message: Any) -> None:
+        for connection in self._guards.values():
+            connection.send(**message)
+
+    # Time -----------------------------------------------------------------------------------------------
+
+    def _tick(self, now: float) -> None:
+        for connection in (*self._ranks, *self._strangers):
+            connection.flush()
+        self._let_go()
+        if now - self._beat >= self._limits.beat:
+            self._beat = now
+            self._broadcast(do="beat")
+            self._drop_strangers(now)
+        if self.verdict is not None:
+            return
+        self._check_silence(now)
+        self._check_start(now)
+        self._check_progress(now)
+        if self._settle is not None and now >= self._settle:
+            self._settle = None
+            self._tell_failure()
+            self._broadcast(do="end", grace=self._limits.grace)
+            # The guards kill after the grace, and say so; a little more for the way.
+            self._deadline = now + self._limits.grace + 2 * self._limits.beat
+        if self._is_over(now):
+            self._conclude()
+
+    def _drop_strangers(self, now: float) -> None:
+        for connection, since in list(self._strangers.items()):
+            if now - since > self._limits.silence:
+                self._drop(connection)
+
+    def _check_silence(self, now: float) -> None:
+        for state in self.roster.running:
+            silent = now - self._guards[state.rank].heard
+            if silent > self._limits.silence:
+                self._lose(state, f"nothing was heard from {state.name} for {silent:.0f} s")
+
+    def _check_start(self, now: float) -> None:
+        limit = self._settings.start_seconds
+        if self.world_is_here or limit is None or self.roster.failures or now - self._began < limit:
+            return
+        missing = sorted(set(range(self._settings.world_size)) - set(self.roster.states))
+        message = f"ranks {ranges(missing)} have not reported {limit:.0f} s after the start"
+        self.end("died", message, missing[0])
+
+    def _check_progress(self, now: float) -> None:
+        if self._asked_stacks is not None:
+            missing = [s.rank for s in self.roster.running if s.rank not in self._stacks]
+            if not missing or now - self._asked_stacks > STACKS_SECONDS:
+                self._asked_stacks = None
+                self._tell_hang()
+            return
+        running = self.roster.running
+        if self.roster.failures or not running or not self.world_is_here:
+            return
+        self._watch.note_phases({state.phase for state in running})
+        if self._watch.is_hung(now, self.roster.moved):
+            self._asked_stacks = now
+            self._broadcast(do="stacks")
+
+    def _tell_hang(self) -> None:
+        groups = grouped_stacks(self._stacks, [state.rank for state in self.roster.running])
+        waited = time.monotonic() - self.roster.moved
+        step = self.roster.step
+        message = f"no progress for {waited:.0f} s after step {step} ({groups.summary})"
+        self._fail(Failure("hung", groups.suspect, step, message, groups.text, time.monotonic()))
+
+    def _fail(self, failure: Failure) -> None:
+        self.roster.failures.append(failure)
+        if self._settle is None and self._deadline is None and self.verdict is None:
+            self._settle = time.monotonic() + SETTLE_SECONDS
+
+    def _tell_failure(self) -> None:
+        failure = self.roster.verdict().failure
+        if failure is None:  # rank 0 has said that all is done
+            return
+        where = ""
+        if failure.rank is not None and failure.rank in self.roster.states:
+            where = f"rank {failure.rank} on {self.roster.states[failure.rank].name}"
+        if failure.kind == "refused":
+            self._say(failure.text.rstrip())
+            return
+        what = f"{where}: {failure.message}" if where else failure.message
+        # Rank 0's output is on the console already.
+        shown = failure.text and not (failure.kind == "died" and failure.rank == 0)
+        self._say(f"{what}\n{failure.text.rstrip()}" if shown else what)
+
+    def _is_over(self, now: float) -> bool:
+        if self._deadline is not None and now > self._deadline:
+            return True
+        if self.roster.running or not self.roster.states:
+            return False
+        if self._settle is None and self._deadline is None and not self.world_is_here:
+            # Some guards have never reported; they might be about to.
+            self._deadline = now + self._limits.silence
+            return False
+        return self._settle is None
+
+    def _conclude(self) -> None:
+        self.verdict = verdict = self.roster.verdict()
+        port = self.master[1] if self.master else 0
+        self._broadcast(do="release", outcome=vars(verdict.outcome(port)))

@@ -1,0 +1,126 @@
+"""A process that belongs to this one: it ends with it, and takes its own children along. Linux; no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+# A killed process may need this long to leave a driver's call.
+_KILL_SECONDS = 10.0
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+class OwnedProcess:
+    """One child and all that it starts.
+
+    This process becomes the parent of whatever the child leaves behind, so that nothing of it escapes. When
+    this process ends in any way, the system kills the child.
+
+    Args:
+        command, environment: As for `subprocess.Popen`.
+        stdout, stderr: Descriptors for the child's output.
+        inherit: Descriptors that the child keeps under their numbers.
+
+    Raises:
+        OSError: the command cannot be started.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        stdout: int,
+        stderr: int,
+        inherit: Sequence[int] = (),
+    ) -> None:
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        parent = os.getpid()
+
+        def die_with_parent() -> None:
+            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:  # it died before that took effect
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        self._process = subprocess.Popen(
+            command,
+            env=dict(environment),
+            stdout=stdout,
+            stderr=stderr,
+            pass_fds=tuple(inherit),
+            preexec_fn=die_with_parent,  # this process has one thread when it starts a rank
+        )
+        self.pid = self._process.pid
+        self.code: int | None = None
+
+    def poll(self) -> int | None:
+        """Exit status in `subprocess` convention, None while it runs. Also buries adopted children."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return self.code
+            if pid == 0:
+                return self.code
+            if pid == self.pid:
+                self.code = self._process.returncode = os.waitstatus_to_exitcode(status)
+
+    def send_signal(self, number: int) -> None:
+        """Signal the child, if it is there."""
+        if self.code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill the child and every descendant, and wait until they are gone (ten seconds at most: a process
+        in a driver's call dies when that returns)."""
+        deadline = time.monotonic() + _KILL_SECONDS
+        while time.monotonic() < deadline:
+            self.poll()
+            below = descendants(os.getpid())
+            if not below:
+                return
+            for pid in below:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
+
+
+def descendants(ancestor: int) -> list[int]:
+    """Process ids of the children of `ancestor`, their children, and so on; no zombies."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        try:
+            # pid (name) state ppid ...; the name may hold blanks and brackets.
+            state, parent = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
+        except (OSError, ValueError):  # it has ended meanwhile
+            continue
+        if state != "Z":
+            children.setdefault(int(parent), []).append(int(entry.name))
+    found, queue = [], [ancestor]
+    while queue:
+        below = children.get(queue.pop(), [])
+        found += below
+        queue += below
+    return found
+
+
+def new_file_in_memory(name: str) -> IO[bytes]:
+    """A file that has no place on any disk, and ends with the processes that hold it."""
+    return os.fdopen(os.memfd_create(name), "r+b")
+
+
+def _prctl(option: int, value: int) -> None:
+    if _LIBC.prctl(option, value, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}): {os.strerror(number)}")

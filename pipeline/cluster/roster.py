@@ -1,0 +1,174 @@
+"""What the hub knows of a start: where each rank stands, what failed first, and how it all ended. No torch.
+
+A failure makes others: ranks lose a peer's connection a moment after the peer died, and report that. The
+first failure is therefore the earliest that is no consequence by its own words.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pipeline.cluster.outcome import Outcome
+
+# What a rank is doing. Data may be tokenized for hours by one rank while the others wait.
+Phase = Literal["starting", "preparing data", "building", "training", "evaluating", "saving", "finishing"]
+# error: raised and reported. died: ended without a word. lost: no contact with its host. hung: no progress.
+# launcher: what started it is gone. refused: the job is wrong there. ended: somebody asked for the end.
+# peer: an error that says that another rank is gone.
+Kind = Literal["error", "died", "lost", "hung", "launcher", "refused", "ended", "peer"]
+_CONSEQUENCES = ("peer",)
+# How gloo, NCCL and torch's store say that the other end is gone.
+_PEER_WORDS = (
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused",
+    "Socket Timeout", "socket has been closed", "remote process exited", "NCCL communicator was aborted",
+    "Watchdog caught collective operation timeout", "ncclRemoteError", "recvValue failed",
+    "Timed out waiting",
+)  # fmt: skip
+
+
+@dataclass
+class RankState:
+    """One rank, as its guard reports it.
+
+    Attributes:
+        host: Number of its host in the job.
+        name: Name of that host.
+        moved: When it last made progress, by the hub's clock.
+        ending: How its run ended by its own word, before it left.
+        code: Exit status in `subprocess` convention; None while it runs.
+        gone: Nothing more will be heard of it: its guard has said that it ended, or its host is lost.
+    """
+
+    rank: int
+    host: int
+    name: str
+    moved: float
+    phase: Phase = "starting"
+    step: int = 0
+    ending: str | None = None
+    message: str = ""
+    code: int | None = None
+    gone: bool = False
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One thing that went wrong.
+
+    Attributes:
+        message: One line.
+        text: A traceback, the last lines of a rank's output, or the problems of a job; may be empty.
+        at: When the hub heard of it.
+    """
+
+    kind: Kind
+    rank: int | None
+    step: int
+    message: str
+    text: str = ""
+    at: float = 0.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a start ended.
+
+    Attributes:
+        failure: The first, where it failed or was refused.
+        lost_hosts: Numbers of the hosts that contact was lost with.
+        step: Last step that was taken.
+        saved: Step of the newest checkpoint that this start completed; None if it completed none.
+    """
+
+    status: Literal["finished", "stopped", "failed", "wrong_job"]
+    step: int
+    message: str = ""
+    rank: int = 0
+    failure: Failure | None = None
+    lost_hosts: tuple[int, ...] = ()
+    saved: int | None = None
+
+    def outcome(self, master_port: int) -> Outcome:
+        """As it is written to the output folder."""
+        return Outcome(self.status, self.step, master_port, self.rank, self.message)
+
+
+@dataclass
+class Roster:
+    """Every rank of a start, and every failure."""
+
+    states: dict[int, RankState] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)
+    saved: int | None = None
+
+    @property
+    def step(self) -> int:
+        """Steps taken."""
+        return max((state.step for state in self.states.values()), default=0)
+
+    @property
+    def running(self) -> list[RankState]:
+        return [state for state in self.states.values() if not state.gone]
+
+    @property
+    def moved(self) -> float:
+        """When any rank last made progress."""
+        return max((state.moved for state in self.states.values()), default=0.0)
+
+    @property
+    def spoken(self) -> str | None:
+        """Rank 0's word about the end of the run: it gives it when all is done and saved on every rank."""
+        first = self.states.get(0)
+        return first.ending if first else None
+
+    def verdict(self) -> Verdict:
+        """How it ended, when nothing runs any more. Rank 0's word stands: what fails in a rank that leaves
+        after it changes nothing that was saved."""
+        lost = {self.states[f.rank].host for f in self.failures if f.kind == "lost" and f.rank is not None}
+        common = {"lost_hosts": tuple(sorted(lost)), "saved": self.saved}
+        first = self.states.get(0)
+        if first is not None and first.ending in ("finished", "stopped"):
+            return Verdict(first.ending, first.step, first.message, **common)  # type: ignore[arg-type]
+        failure = first_failure(self.failures)
+        if failure is None:
+            return Verdict("failed", self.step, "the ranks ended without a word", **common)  # type: ignore[arg-type]
+        status = "wrong_job" if failure.kind == "refused" else "failed"
+        rank = 0 if failure.rank is None else failure.rank
+        return Verdict(status, failure.step, failure.message, rank, failure, **common)  # type: ignore[arg-type]
+
+
+def first_failure(failures: Iterable[Failure]) -> Failure | None:
+    """The cause of the others."""
+    return min(failures, key=lambda failure: (failure.kind in _CONSEQUENCES, failure.at), default=None)
+
+
+def error_kind(message: str) -> Kind:
+    """Whether an error that a rank reports is its own, or says that a peer is gone."""
+    return "peer" if any(word in message for word in _PEER_WORDS) else "error"
+
+
+def describe_exit(code: int) -> str:
+    """An exit status in words."""
+    if code >= 0:
+        return f"left with exit code {code} before the job's end"
+    return f"was killed by {signal_name(-code)}"
+
+
+def signal_name(number: int) -> str:
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    # Nobody else sends it unasked: the kernel does when memory runs out.
+    return f"{name} (out of memory?)" if number == signal.SIGKILL else name
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """``0-3, 8``, for a list of ranks."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)

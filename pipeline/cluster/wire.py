@@ -1,0 +1,136 @@
+"""Messages between the processes of a job: JSON objects, one a line, over a stream socket. No torch.
+
+Neither side ever waits for the other: what cannot be sent at once is kept, and what has arrived is handed
+out in whole messages.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from typing import Any
+
+Message = dict[str, Any]
+
+# The stacks of a rank, or a piece of its log, are the longest messages. More is no message of this project.
+MAX_MESSAGE = 8 * 2**20
+# A peer that does not read is not waited for longer than this many bytes.
+MAX_UNSENT = 64 * 2**20
+_PIECE = 2**16
+
+
+class Connection:
+    """One end of a connection.
+
+    Attributes:
+        closed: The other end is gone, or sent what is no message; nothing more can be exchanged. The
+            descriptor stays open until `close`, so that whoever selects on it can let go of it first.
+        heard: Time of the last arrival, by `time.monotonic`.
+    """
+
+    def __init__(self, stream: socket.socket) -> None:
+        stream.setblocking(False)
+        self._stream = stream
+        self._received = bytearray()
+        self._unsent = bytearray()
+        self.closed = False
+        self.heard = time.monotonic()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    @property
+    def peer(self) -> str:
+        """The other end's address; empty when it is gone."""
+        try:
+            return str(self._stream.getpeername()[0]).removeprefix("::ffff:")
+        except (OSError, IndexError):
+            return ""
+
+    @property
+    def unsent(self) -> bool:
+        """Whether `flush` has something to do."""
+        return bool(self._unsent) and not self.closed
+
+    def send(self, **message: Any) -> None:
+        """Send a message, now or with a later `flush`; to a closed connection nothing is sent."""
+        if self.closed:
+            return
+        self._unsent += json.dumps(message).encode() + b"\n"
+        self.flush()
+
+    def flush(self) -> None:
+        """Send as much of what is left as the other end takes."""
+        while self._unsent and not self.closed:
+            try:
+                sent = self._stream.send(self._unsent[:_PIECE])
+            except BlockingIOError:
+                break
+            except OSError:
+                self.closed = True
+                return
+            del self._unsent[:sent]
+        if len(self._unsent) > MAX_UNSENT:
+            self.closed = True
+
+    def receive(self) -> list[Message]:
+        """The messages that have arrived since the last call; sets `closed` at the end of the stream."""
+        while not self.closed:
+            try:
+                piece = self._stream.recv(_PIECE)
+            except BlockingIOError:
+                break
+            except OSError:
+                piece = b""
+            if not piece:
+                self.closed = True
+                break
+            self.heard = time.monotonic()
+            self._received += piece
+        return self._split()
+
+    def _split(self) -> list[Message]:
+        *lines, rest = self._received.split(b"\n")
+        self._received = bytearray(rest)
+        messages = []
+        for line in lines:
+            try:
+                message = json.loads(line)
+            except ValueError:  # a stranger
+                message = None
+            if not isinstance(message, dict):
+                self.closed = True
+                break
+            messages.append(message)
+        if len(rest) > MAX_MESSAGE:
+            self.closed = True
+        return messages
+
+    def close(self) -> None:
+        """End it. May be called twice."""
+        self.closed = True
+        self._stream.close()
+
+
+def listen(port: int, everywhere: bool) -> socket.socket:
+    """A listening socket, on all of this machine's addresses or on the loopback one. Port 0: any free one.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    if everywhere and socket.has_dualstack_ipv6():
+        return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("" if everywhere else "127.0.0.1", port))
+
+
+def route_address(host: str) -> str:
+    """The address by which `host` would see this machine. Nothing is sent.
+
+    Raises:
+        OSError: the name is unknown, or there is no way to it.
+    """
+    family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
