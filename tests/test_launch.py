@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pipeline.cluster import launch, launcher_command
@@ -19,7 +20,9 @@ from pipeline.cluster.launcher_command import Launch, plan_launch
 from pipeline.cluster.launcher_options import LauncherOptions, launcher_problems, split_arguments
 from pipeline.cluster.outcome import Outcome, read_outcome, write_outcome
 from pipeline.cluster.run import run_launch
+from pipeline.cluster.start import rank_variables
 from pipeline.cluster.supervise import Ended, Supervisor
+from pipeline.cluster.ticket import OPTION, Ticket, encode, split_ticket
 from pipeline.cluster.world import World
 from pipeline.job.problems import Problem
 
@@ -63,9 +66,11 @@ def problems_of(arguments: str) -> list[Problem]:
 
 
 def test_impossible_launcher_options_are_collected() -> None:
-    problems = problems_of("--master_port 70000 --ssh_port 0 --stop_timeout -1 --no_ssh")
+    problems = problems_of(
+        "--master_port 70000 --ssh_port 0 --stop_timeout -1 --failure_timeout 1 --step_timeout 0 --no_ssh"
+    )
     assert [problem.key for problem in problems] == [
-        "master_port", "ssh_port", "stop_timeout", "no_ssh",
+        "master_port", "ssh_port", "stop_timeout", "failure_timeout", "step_timeout", "no_ssh",
     ]  # fmt: skip
 
 
@@ -87,7 +92,7 @@ def test_a_place_below_the_first_host_is_refused() -> None:
 
 
 def test_a_wrong_job_starts_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    monkeypatch.setattr(launch, "run_launch", lambda *_: pytest.fail("something was started"))
+    monkeypatch.setattr(launch, "start_job", lambda *_: pytest.fail("something was started"))
     arguments = "--hostfile no/such/file --master_port 0 --seq_length -3 --train_steps -1"
     assert launch.main(arguments.split()) == 2
     printed = " ".join(capsys.readouterr().err.split())
@@ -100,7 +105,7 @@ def test_a_wrong_job_starts_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 def test_the_dict_for_deepspeed_is_printed_before_the_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(launch, "run_launch", lambda *_: 0)
+    monkeypatch.setattr(launch, "start_job", lambda *_: 0)
     assert launch.main(["--print_config", "--output_dir", str(tmp_path)]) == 0
     assert '"train_micro_batch_size_per_gpu"' in capsys.readouterr().out
 
@@ -108,9 +113,11 @@ def test_the_dict_for_deepspeed_is_printed_before_the_start(
 # The launcher's command line ---------------------------------------------------------------------------
 
 
-def command(options: LauncherOptions, world: World, job: list[str] | None = None) -> str:
-    plan = plan_launch(options, world, job or [], {}, script="job.py", deepspeed=("deepspeed",))
-    return " ".join(plan.command).replace(str(plan.master_port), "PORT")
+def command(options: LauncherOptions, world: World) -> str:
+    plan = plan_launch(options, world, Ticket(), {}, script="job.py", deepspeed=("deepspeed",))
+    *line, ticket = plan.command
+    assert ticket == encode(Ticket())
+    return " ".join(line).replace(str(plan.master_port), "PORT")
 
 
 @pytest.mark.parametrize(
@@ -127,13 +134,14 @@ def command(options: LauncherOptions, world: World, job: list[str] | None = None
         (
             {"num_nodes": 2, "num_gpus": 8, "ssh_port": 2222, "launcher": "openmpi"},
             REMOTE,
-            "--hostfile hosts --num_nodes 2 --num_gpus 8 --master_port PORT"
+            "--hostfile hosts --num_nodes 2 --num_gpus 8 --master_port PORT --master_addr h1 --no_ssh_check"
             " --launcher openmpi --ssh_port 2222",
         ),
         (
             {"include": "h2", "master_addr": "10.0.0.2"},
             ONE_REMOTE,
-            "--hostfile hosts --include h2 --force_multi --master_port PORT --master_addr 10.0.0.2",
+            "--hostfile hosts --include h2 --force_multi --master_port PORT --master_addr 10.0.0.2"
+            " --no_ssh_check",
         ),
         (
             {"no_ssh": True, "node_rank": 0, "master_addr": "h1", "launcher_args": "-x A"},
@@ -147,23 +155,48 @@ def test_everything_the_launcher_would_guess_is_said(options: dict, world: World
     assert command(LauncherOptions(**options), world) == f"deepspeed --log_level critical {expected} job.py"
 
 
-def test_job_arguments_follow_the_script() -> None:
-    assert command(LauncherOptions(), CPU, ["--seed", "1"]).endswith("job.py --seed 1")
+HARD_TO_PASS = ("", "a b", "'", '"', "$HOME", "`id`", "x;true", "a&b", "%n %h", '{"a": 1}', "\\", "\n", "ü")
+
+
+def test_job_arguments_survive_every_shell(tmp_path: Path) -> None:
+    """As pdsh does it: the words joined by blanks, through two shells."""
+    argument = encode(Ticket(arguments=HARD_TO_PASS, hosts=(("h1", 2),), token="t"))
+    line = f"sh -c 'echo {argument}'"
+    arrived = subprocess.run(line, shell=True, capture_output=True, text=True, check=True).stdout.strip()
+    ticket, arguments = split_ticket(["--local_rank=3", arrived])
+    assert arguments == ["--local_rank=3", *HARD_TO_PASS]
+    assert (ticket.hosts, ticket.token) == ((("h1", 2),), "t")
+
+
+def test_a_ticket_that_was_cut_is_no_ticket() -> None:
+    with pytest.raises(ValueError, match="did not arrive whole"):
+        split_ticket([encode(Ticket())[:-4]])
+    assert split_ticket(["--seed", "1"]) == (Ticket(), ["--seed", "1"])
+    assert not any(character in OPTION for character in "$'\" %;&")
 
 
 def test_a_given_port_is_used_and_remote_hosts_get_deepspeeds() -> None:
-    assert plan_launch(LauncherOptions(master_port=1234), CPU, [], {}).master_port == 1234
-    assert plan_launch(LauncherOptions(), REMOTE, [], {}).master_port == 29500
+    assert plan_launch(LauncherOptions(master_port=1234), CPU, Ticket(), {}).master_port == 1234
+    assert plan_launch(LauncherOptions(), REMOTE, Ticket(), {}).master_port == 29500
 
 
 def test_cpu_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher_command, "available_cores", lambda: 8)
-    assert plan_launch(LauncherOptions(), CPU, [], {"A": "b"}).environment == {
+    assert plan_launch(LauncherOptions(), CPU, Ticket(), {"A": "b"}).environment == {
         "A": "b", "OMP_NUM_THREADS": "4", "DS_ACCELERATOR": "cpu",
     }  # fmt: skip
-    kept = plan_launch(LauncherOptions(), CPU, [], {"OMP_NUM_THREADS": "1"}).environment
+    kept = plan_launch(LauncherOptions(), CPU, Ticket(), {"OMP_NUM_THREADS": "1"}).environment
     assert kept["OMP_NUM_THREADS"] == "1"
-    assert plan_launch(LauncherOptions(), GPUS, [], {"A": "b"}).environment == {"A": "b"}
+    assert plan_launch(LauncherOptions(), GPUS, Ticket(), {"A": "b"}).environment == {"A": "b"}
+
+
+def test_no_secret_is_on_a_command_line() -> None:
+    given = {"UCX_TLS": "tcp", "MLFLOW_TRACKING_TOKEN": "abc", "AWS_SECRET_ACCESS_KEY": "def", "HOME": "/"}
+    environment = plan_launch(LauncherOptions(), REMOTE, Ticket(), given).environment
+    assert "abc" not in environment.values() and "def" not in environment.values()
+    # They reach the ranks through the hub.
+    assert dict(rank_variables(given, is_local=False)) == {k: v for k, v in given.items() if k != "HOME"}
+    assert "BatchMode=yes" in environment["PDSH_SSH_ARGS_APPEND"]
 
 
 # Exit codes --------------------------------------------------------------------------------------------
@@ -179,7 +212,7 @@ def start(folder: Path, code: str, stop_timeout: float = 20.0) -> int:
         f"    write_outcome({str(folder)!r}, Outcome(status, 5, port, rank))\n" + code
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return run_launch(Launch((sys.executable, str(script)), environment, 7), folder, stop_timeout)
+    return run_launch(Launch((sys.executable, str(script)), environment, 7), folder, stop_timeout).code
 
 
 @pytest.mark.parametrize(
@@ -270,51 +303,26 @@ def test_handlers_are_put_back(tmp_path: Path) -> None:
 
 # The real launcher -------------------------------------------------------------------------------------
 
-RANK = """
-import json, os, signal, sys, time
-from pathlib import Path
-from pipeline.cluster.outcome import Outcome, write_outcome
-from pipeline.cluster.rank_environment import read_rank_environment
-
-place = read_rank_environment()
-folder, seconds = Path(sys.argv[-2]), float(sys.argv[-1])
-stops = []
-signal.signal(signal.SIGTERM, lambda *_: stops.append(1))
-draft = folder / f"draft{place.rank}"
-draft.write_text(json.dumps({"pid": os.getpid(), "launcher": os.getppid(), "arguments": sys.argv[1:],
-    "environment": place.variables(), "threads": os.environ["OMP_NUM_THREADS"]}))
-draft.rename(folder / f"rank{place.rank}.json")
-end = time.monotonic() + seconds
-while time.monotonic() < end and not stops:
-    time.sleep(0.05)
-if place.rank == 0:
-    write_outcome(folder, Outcome("stopped" if stops else "finished", 1, place.master_port))
-sys.exit(3 if stops else 0)
-"""
-
-DRIVER = """
-import os, sys
-from pipeline.cluster.launcher_command import plan_launch
-from pipeline.cluster.launcher_options import split_arguments
-from pipeline.cluster.run import run_launch
-from pipeline.cluster.world import resolve_world
-
-options, job = split_arguments(sys.argv[2:])
-world = resolve_world(options.hostfile, num_gpus=options.num_gpus)
-sys.exit(run_launch(plan_launch(options, world, job, os.environ, sys.argv[1]), job[-2], 20.0))
-"""
+STAND_IN = ROOT / "tests" / "cluster" / "start_stand_in.py"
 
 
 @pytest.fixture
 def drive(tmp_path: Path):
-    """Starts RANK through the real launcher in its own process: `drive("--num_gpus", "2", seconds=1)`."""
-    (tmp_path / "rank.py").write_text(RANK)
+    """Starts stand-in ranks through the real launcher: `drive("--num_gpus", "2", steps=10)`."""
     started: list[subprocess.Popen] = []
 
-    def run(*arguments: str, seconds: float) -> subprocess.Popen:
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
-        everything = [str(tmp_path / "rank.py"), *arguments, str(tmp_path), str(seconds)]
-        started.append(subprocess.Popen([sys.executable, "-c", DRIVER, *everything], env=environment))
+    def run(*arguments: str, steps: int, more: tuple[str, ...] = ()) -> subprocess.Popen:
+        line = [
+            sys.executable,
+            str(STAND_IN),
+            *arguments,
+            "--failure_timeout",
+            "20",
+            str(tmp_path),
+            str(steps),
+        ]
+        environment = os.environ | {"DS_ACCELERATOR": "cpu"}
+        started.append(subprocess.Popen([*line, "0.05", *more], env=environment, cwd=tmp_path))
         return started[-1]
 
     yield run
@@ -326,7 +334,7 @@ def drive(tmp_path: Path):
 def wait_for_ranks(folder: Path, count: int) -> list[dict]:
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
-        files = sorted(folder.glob("rank[0-9]*.json"))
+        files = sorted((folder / "ranks").glob("[0-9]*.json"))
         if len(files) == count:
             return [json.loads(file.read_text()) for file in files]
         time.sleep(0.1)
@@ -337,19 +345,19 @@ def wait_for_ranks(folder: Path, count: int) -> list[dict]:
 @pytest.mark.parametrize("hostfile", [False, True])
 def test_two_ranks_start_through_deepspeed(tmp_path: Path, drive, hostfile: bool) -> None:
     where = ("--hostfile", str(ROOT / "hostfiles" / "localhost")) if hostfile else ("--num_gpus", "2")
-    assert drive(*where, "--text", "a b 'c' $HOME", seconds=0.1).wait(150) == 0
+    assert drive(*where, steps=2, more=("--text", "a b 'c' $HOME")).wait(150) == 0
     for rank, found in enumerate(wait_for_ranks(tmp_path, 2)):
         environment = found["environment"]
         assert (environment["RANK"], environment["LOCAL_RANK"]) == (str(rank), str(rank))
         assert (environment["WORLD_SIZE"], environment["LOCAL_SIZE"]) == ("2", "2")
         assert environment["MASTER_ADDR"] == "127.0.0.1"
-        assert found["arguments"][1:3] == ["--text", "a b 'c' $HOME"]
+        assert found["arguments"][-2:] == ["--text", "a b 'c' $HOME"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_every_rank_in_seconds(tmp_path: Path, drive, number: signal.Signals) -> None:
-    process = drive("--num_gpus", "2", seconds=300)
+    process = drive("--num_gpus", "2", steps=6000)
     ranks = wait_for_ranks(tmp_path, 2)
     began = time.monotonic()
     process.send_signal(number)
@@ -359,12 +367,23 @@ def test_a_signal_ends_every_rank_in_seconds(tmp_path: Path, drive, number: sign
 
 
 @pytest.mark.slow
-def test_a_killed_launcher_is_a_failure_and_leaves_nothing(tmp_path: Path, drive) -> None:
-    process = drive("--num_gpus", "2", seconds=300)
+@pytest.mark.parametrize("victim", ["deepspeed launch", "deepspeed runner", "launch.sh"])
+def test_a_killed_launcher_is_a_failure_and_leaves_nothing(tmp_path: Path, drive, victim: str) -> None:
+    process = drive("--num_gpus", "2", steps=6000)
     ranks = wait_for_ranks(tmp_path, 2)
-    os.kill(ranks[0]["launcher"], signal.SIGKILL)
-    assert process.wait(60) == 1
-    assert not any(is_running(rank["pid"]) for rank in ranks)
+    launcher = ranks[0]["launcher"]
+    runner = psutil.Process(launcher).ppid()
+    pids = [rank[who] for rank in ranks for who in ("pid", "guard", "launcher")] + [runner]
+    assert runner in [child.pid for child in psutil.Process(process.pid).children()]
+    os.kill(
+        {"deepspeed launch": launcher, "deepspeed runner": runner}.get(victim, process.pid), signal.SIGKILL
+    )
+    assert process.wait(60) == (-signal.SIGKILL if victim == "launch.sh" else 1)
+    deadline = time.monotonic() + 30
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline, [pid for pid in pids if is_running(pid)]
+        time.sleep(0.1)
+    assert read_outcome(tmp_path, int(ranks[0]["environment"]["MASTER_PORT"])).status == "failed"
 
 
 # launch.sh ---------------------------------------------------------------------------------------------

@@ -2,19 +2,13 @@
 
 Ranks on this machine inherit everything. Launchers forward little to other hosts, and what they do stands on
 command lines, which everybody on a host can read; so the variables below go through the hub's connection,
-for every launcher alike. DeepSpeed's ``.deepspeed_env`` files (in the home folder, then in the current one;
-the later wins) are read here and go the same way. Values are never printed.
+for every launcher alike. DeepSpeed's ``.deepspeed_env`` files go the same way. Values are never printed.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
-
-from pipeline.job.problems import Problem
-from pipeline.job.user_input import read_text
 
 # Whole names, and beginnings that end in "_" or "*".
 FORWARDED = (
@@ -31,15 +25,11 @@ FORWARDED = (
     "WANDB_*", "MLFLOW_*", "COMET_*",
 )  # fmt: skip
 _SECRET = re.compile(r"SECRET|TOKEN|PASSW|CREDENTIAL|API_?KEY|ACCESS_KEY|PRIVATE")
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-ENVIRONMENT_FILE = ".deepspeed_env"
 
 
 def is_forwarded(name: str) -> bool:
     """Whether a variable of the launch reaches ranks on other hosts."""
-    return any(
-        name.startswith(known[:-1]) if known.endswith("*") else name == known for known in FORWARDED
-    )
+    return any(name.startswith(known[:-1]) if known.endswith("*") else name == known for known in FORWARDED)
 
 
 def is_secret(name: str) -> bool:
@@ -53,43 +43,12 @@ def forwarded(environ: Mapping[str, str], files: Mapping[str, str]) -> tuple[tup
     return tuple(sorted(chosen.items()))
 
 
-def environment_files(environ: Mapping[str, str]) -> tuple[dict[str, str], list[Problem]]:
-    """The variables of the ``.deepspeed_env`` files, and what is wrong in them.
-
-    Lines are ``NAME=value``; blank ones and those that begin with ``#`` do not count. A value is taken as it
-    is, but for one pair of quotes around it: no shell reads it.
-    """
-    name = environ.get("DS_ENV_FILE", ENVIRONMENT_FILE)
-    values: dict[str, str] = {}
-    problems: list[Problem] = []
-    for folder in (Path.home(), Path()):
-        path = folder / name
-        if not path.is_file():
-            continue
-        for number, line in enumerate(read_text(path).splitlines(), start=1):
-            if not line.strip() or line.lstrip().startswith("#"):
-                continue
-            key, equals, value = line.strip().partition("=")
-            if not equals or not _NAME.fullmatch(key):
-                rule = "a line is NAME=value, without `export` and without blanks around ="
-                # Not the line itself: it may hold a secret.
-                problems.append(Problem(f"{path} line {number}", key, rule, "Correct the line"))
-            else:
-                values[key] = _unquoted(value)
-    return values, problems
-
-
-def _unquoted(value: str) -> str:
-    return value[1:-1] if len(value) >= 2 and value[0] == value[-1] and value[0] in "\"'" else value
-
-
 def launcher_environment(environ: Mapping[str, str], is_local: bool) -> dict[str, str]:
     """The deepspeed launcher's own environment.
 
-    It would read the ``.deepspeed_env`` files, a comment in which makes nothing start and success be told, and
-    put some variables on the command lines of other hosts: no secret may be among those.
+    It puts some variables on the command lines of other hosts: no secret may be among those.
     """
-    result = dict(environ) | {"DS_ENV_FILE": os.devnull}
+    result = dict(environ)
     if not is_local:
         result = {name: value for name, value in result.items() if not is_secret(name)}
         # A host that is gone is noticed by ssh, too, and nobody is asked for a password.

@@ -24,7 +24,7 @@ from types import FrameType
 
 from pipeline.cluster.contact import Contact, Refused, Unreachable
 from pipeline.cluster.hub import DIRECT_PORTS, Hub, HubSettings, Limits
-from pipeline.cluster.outcome import Outcome, write_outcome
+from pipeline.cluster.outcome import Outcome, read_outcome, write_outcome
 from pipeline.cluster.owned_process import OwnedProcess
 from pipeline.cluster.rank_environment import RankEnvironment, free_port, read_rank_environment
 from pipeline.cluster.rank_link import OPTION, STACKS_SIGNAL, Inherited
@@ -135,6 +135,7 @@ class Guard:
         self._released = False
         self._progress: Message | None = None
         self._progress_sent = 0.0
+        self._step = 0
 
     def run(self) -> int:
         """Start the rank, see to it until its end and that of all others; its exit code."""
@@ -211,6 +212,9 @@ class Guard:
                 place.rank, place.world_size, place.local_rank, place.local_size, address, port
             )
             self._environment = place
+            if place.rank == 0 and not _is_free(port):
+                self._give_up(f"port {port} of the rendezvous is in use on {socket.gethostname()}", "error")
+                return
         mine, its = socket.socketpair()
         stacks = self._output.stacks
         inherited = Inherited(its.fileno(), stacks.fileno(), self._ticket.hosts, self._ticket.batch)
@@ -220,7 +224,9 @@ class Guard:
         self._process = OwnedProcess(command, variables, stdout, stderr, (its.fileno(), stacks.fileno()))
         its.close()
         self._output.started()
-        where = f"rank {place.rank} of {place.world_size} on {socket.gethostname()}, process {self._process.pid}"
+        where = (
+            f"rank {place.rank} of {place.world_size} on {socket.gethostname()}, process {self._process.pid}"
+        )
         self._output.log(f"[guard] {where}, {time.strftime('%Y-%m-%d %H:%M:%S %z')}\n".encode())
         self._link = Connection(mine)
         for item in (self._link, *self._output.readers):
@@ -273,7 +279,7 @@ class Guard:
     def _pass_report_on(self, message: Message) -> None:
         what = message.get("is")
         if what == "progress":  # a tiny model takes a hundred steps a second
-            self._progress = message
+            self._progress, self._step = message, message["step"]
             return
         if what == "failure":
             self._output.log((message["text"].rstrip() + "\n").encode())
@@ -345,8 +351,7 @@ class Guard:
 
     def _give_up(self, reason: str, kind: str) -> None:
         """Something that the rank needs is gone: say so, where anybody hears it, and end it."""
-        step = 0 if self._progress is None else self._progress["step"]
-        self._contact.send(kind=kind, step=step, message=reason, **{"is": "failure"})
+        self._contact.send(kind=kind, step=self._step, message=reason, **{"is": "failure"})
         self._output.log(f"[guard] {reason}; the rank is ended\n".encode())
         self._kill()
 
@@ -375,14 +380,22 @@ class Guard:
     def _farewell(self) -> None:
         """The last things, when all ranks have ended: the verdict for the host's folder, the log's end."""
         folder = self._output.folder
-        if self._outcome is not None and folder is not None and self._environment.local_rank == 0:
-            outcome = Outcome(**vars(self._outcome) | {"master_port": self._environment.master_port})
+        if folder is not None and self._environment.local_rank == 0:
             with contextlib.suppress(OSError):  # a full disk: the launch has it from the hub
-                write_outcome(folder.parents[1], outcome, is_verdict=True)
+                self._write_outcome(folder.parents[1])
         if self._hub is not None:
             self._hub.linger()
         self._contact.close()
         self._output.close()
+
+    def _write_outcome(self, folder: Path) -> None:
+        port = self._environment.master_port
+        if self._outcome is not None:
+            outcome = Outcome(**vars(self._outcome) | {"master_port": port})
+            write_outcome(folder, outcome, is_verdict=True)
+        elif read_outcome(folder, port) is None:  # there is nobody to say how it ended
+            outcome = Outcome("failed", self._step, port, self._environment.rank, self._contact.lost)
+            write_outcome(folder, outcome)
 
     def _exit_code(self) -> int:
         if self._process is None:
@@ -393,6 +406,17 @@ class Guard:
         if code == 0 and not self._said_ending:
             return EXIT_FAILED
         return code if code >= 0 else 128 - code
+
+
+def _is_free(port: int) -> bool:
+    """Whether torch's rendezvous could listen there."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
 
 
 def direct_ports(place: RankEnvironment) -> range:

@@ -116,6 +116,11 @@ class Hub:
         self._asked_stacks: float | None = None
         self._stacks: dict[int, str] = {}
 
+    @property
+    def token(self) -> str:
+        """What a guard must say to be heard."""
+        return self._settings.token
+
     def fileno(self) -> int:
         """Readable when `poll` has something to do."""
         return self._selector.fileno()  # type: ignore[attr-defined]
@@ -220,6 +225,8 @@ class Hub:
             connection.send(do="end", grace=0.0)
         if rank == 0:
             self.master = self._rendezvous(connection, hello)
+            if self._settings.start_seconds is not None:
+                self._say(f"Rank 0 is on {name}; rendezvous at {self.master[0]}:{self.master[1]}.")
         if self.master is not None:
             for each in list(self._guards.values()) if rank == 0 else [connection]:
                 self._welcome(each)
@@ -249,6 +256,8 @@ class Hub:
             self._broadcast(do="log", path=self._logs)
         elif what == "ending":
             state.ending, state.step, state.message = message["status"], message["step"], message["message"]
+            if message.get("early") and self._stop is None:
+                self.stop("SIGTERM")  # the ranks have not met, and cannot agree on it
         elif what == "failure":
             self._fail(
                 Failure(

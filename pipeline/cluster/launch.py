@@ -6,7 +6,6 @@ arguments ─┬─ launcher options ── world ─┬─ job, checked ── 
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -18,9 +17,8 @@ if __name__ == "__main__":
 
 from pipeline.check import can_ask_hosts, check, check_with_hosts, print_draft, read_arguments
 from pipeline.cluster.hosts.table import hosts_line, hosts_table
-from pipeline.cluster.launcher_command import plan_launch
-from pipeline.cluster.run import run_launch
 from pipeline.cluster.running import running_problems
+from pipeline.cluster.start import start_job
 from pipeline.cluster.supervise import say
 from pipeline.job.options import Options
 from pipeline.job.problems import EXIT_FAILED, EXIT_WRONG_JOB, JobError
@@ -52,9 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_WRONG_JOB
     if options.time_limit is not None and options.started_at is None:
         job_arguments = [*job_arguments, "--started_at", f"{started_at:.3f}"]
-    launch = plan_launch(launcher, draft.job.world, job_arguments, os.environ)
-    say(f"Starting {draft.job.world.size} ranks; rendezvous at port {launch.master_port}.")
-    return run_launch(launch, draft.job.output_dir, launcher.stop_timeout, launcher.is_first_host)
+    return start_job(draft.job, launcher, job_arguments)
 
 
 if __name__ == "__main__":

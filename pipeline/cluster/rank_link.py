@@ -43,6 +43,9 @@ class RankLink(Protocol):
     def ending(self, status: str, step: int, message: str) -> None:
         """The run has ended well, on every rank; this one leaves."""
 
+    def left_early(self, message: str) -> None:
+        """A signal ends this rank before the ranks have met: the others are to end, too."""
+
     def failed(self, error: BaseException, step: int, report: str) -> None:
         """This rank cannot go on; `report` is its traceback."""
 
@@ -65,6 +68,9 @@ class NullLink:
         pass
 
     def ending(self, status: str, step: int, message: str) -> None:
+        pass
+
+    def left_early(self, message: str) -> None:
         pass
 
     def failed(self, error: BaseException, step: int, report: str) -> None:
@@ -94,6 +100,9 @@ class GuardLink:
 
     def ending(self, status: str, step: int, message: str) -> None:
         self._send(status=status, step=step, message=message, **{"is": "ending"})
+
+    def left_early(self, message: str) -> None:
+        self._send(status="stopped", step=0, message=message, early=True, **{"is": "ending"})
 
     def failed(self, error: BaseException, step: int, report: str) -> None:
         message = f"{type(error).__name__}: {error}".strip()

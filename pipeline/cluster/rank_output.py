@@ -138,7 +138,7 @@ def log_name(rank: int) -> str:
 
 
 def forget_old_starts(logs: Path) -> None:
-    """Remove all but the last starts' folders in `logs`. A log that cannot be removed is no reason to stop."""
+    """Remove all but the last starts' folders in `logs`. One that cannot be removed is no reason to stop."""
     with contextlib.suppress(OSError):
         # Their names are their times.
         for folder in sorted(path for path in logs.iterdir() if path.is_dir())[:-KEPT_STARTS]:

@@ -2,27 +2,71 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.cluster.hub import Hub
 from pipeline.cluster.launcher_command import Launch
-from pipeline.cluster.outcome import Outcome, clear_outcome, read_outcome
+from pipeline.cluster.outcome import Outcome, clear_outcome, read_outcome, write_outcome
+from pipeline.cluster.roster import Verdict, signal_name
 from pipeline.cluster.supervise import Ended, Supervisor, say
 from pipeline.job.problems import EXIT_FAILED, EXIT_FINISHED
 
 
-def run_launch(
-    launch: Launch, output_dir: str | Path, stop_timeout: float, is_first_host: bool = True
-) -> int:
-    """Start, wait, and return the exit code that the job's own word gives.
+@dataclass(frozen=True)
+class Result:
+    """How one start ended.
 
-    With a launch on each host, only the first forgets the word of an earlier start: the others may come after
-    a word of this one.
+    Attributes:
+        code: The documented exit code.
+        verdict: What the hub heard; None without a hub, or where no rank was reached.
+        stopped: The user has asked for the end.
+    """
+
+    code: int
+    verdict: Verdict | None = None
+    stopped: bool = False
+
+
+def run_launch(
+    launch: Launch,
+    output_dir: str | Path,
+    stop_timeout: float,
+    hub: Hub | None = None,
+    is_first_host: bool = True,
+) -> Result:
+    """Start, wait, and tell how it ended.
+
+    With a hub the ranks say it to the hub, whatever hosts they are on. With a launch on each host they say it
+    in the output folder; only the first forgets the word of an earlier start then, because the others may
+    come after a word of this one.
     """
     if is_first_host:
         clear_outcome(output_dir)
-    ended = Supervisor(stop_timeout, say).run(launch.command, launch.environment)
-    return conclude(read_outcome(output_dir, launch.master_port), ended)
+    try:
+        ended = Supervisor(stop_timeout, say, hub).run(launch.command, launch.environment)
+    finally:
+        if hub is not None:
+            hub.close()
+    verdict = hub.verdict if hub is not None else None
+    if hub is None:
+        outcome = read_outcome(output_dir, launch.master_port)
+    else:
+        port = hub.master[1] if hub.master else launch.master_port
+        outcome = verdict.outcome(port) if verdict is not None else None
+        _keep(outcome, output_dir)
+    return Result(conclude(outcome, ended), verdict, ended.stopped_by is not None)
+
+
+def _keep(outcome: Outcome | None, output_dir: str | Path) -> None:
+    """The first host has it in its folder, unless that host is gone. A folder that the job was refused, or
+    that this machine does not share, is not written to."""
+    if outcome is None or outcome.status == "wrong_job" or not Path(output_dir).is_dir():
+        return
+    with contextlib.suppress(OSError):  # a full disk: the exit code and the last line say it, too
+        write_outcome(output_dir, outcome, is_verdict=True)
 
 
 def conclude(outcome: Outcome | None, ended: Ended) -> int:
@@ -43,14 +87,8 @@ def _describe(ended: Ended) -> str:
     if ended.stopped_by is not None:
         return f"{ended.stopped_by.name} {'and then a kill' if ended.killed else 'before it could save'}"
     if ended.return_code < 0:
-        return f"its launcher was killed by {_signal_name(-ended.return_code)}"
+        return f"its launcher was killed by {signal_name(-ended.return_code)}"
     # The launcher exits with its rank's negative code for a signal, of which eight bits arrive.
     if ended.return_code > 256 - signal.NSIG:
-        return f"a rank was killed by {_signal_name(256 - ended.return_code)}"
+        return f"a rank was killed by {signal_name(256 - ended.return_code)}"
     return f"its launcher returned {ended.return_code}"
-
-
-def _signal_name(number: int) -> str:
-    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-    # Nobody else sends it unasked: the kernel does when memory runs out.
-    return f"{name} (out of memory?)" if number == signal.SIGKILL else name

@@ -1,11 +1,13 @@
 """Runs the launcher as one group of processes, and sees to it that all of them end.
 
 The group has a session of its own, so that the terminal's Ctrl-C reaches this process only. It passes the
-request on to the ranks alone: the launcher's own way is to end one rank after the other with 30 seconds
-for each, data workers first, and a rank needs its peers to reach the end of a step and save.
+request on to the ranks, on every host, through the hub: the launcher's own way is to end one rank after the
+other with 30 seconds for each, data workers first, and a rank needs its peers to reach the end of a step and
+save.
 
-    launch.sh ── deepspeed runner ── deepspeed launch ─┬─ rank 0 ── data workers
-                 └────────── one process group ────────┴─ rank 1 ── data workers
+    launch.sh ─┬─ deepspeed runner ── deepspeed launch ─┬─ guard ── rank 0 ── data workers
+               │  └────────── one process group ────────┴─ guard ── rank 1 ── data workers
+               └─ hub, to which every guard is connected
 """
 
 from __future__ import annotations
@@ -22,12 +24,20 @@ from types import FrameType
 
 import psutil
 
+from pipeline.cluster.hub import Hub
+from pipeline.cluster.roster import signal_name
+
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # The process of the deepspeed launcher whose children are the ranks of this host.
 _RANKS_PARENT = "deepspeed.launcher.launch"
 _POLL_SECONDS = 0.1
 # A killed process may need this long to leave a driver's call.
 _KILL_SECONDS = 10.0
+# The launcher's processes on all hosts need so long to notice that their ranks have ended. One that cannot be
+# reached holds up pdsh until ssh gives it up.
+_LEAVE_SECONDS = 20.0
+# A launcher that ends at once has reached nobody; a guard that it has started is heard of within this time.
+_FIRST_WORD_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -51,12 +61,17 @@ class Supervisor:
     Args:
         stop_timeout: Seconds between a first signal and the end by force; a second signal is the end at once.
         say: Prints one line for the user.
+        hub: Where the ranks' guards are connected; None where this host is started alone.
     """
 
-    def __init__(self, stop_timeout: float, say: Callable[[str], None]) -> None:
+    def __init__(self, stop_timeout: float, say: Callable[[str], None], hub: Hub | None = None) -> None:
         self._stop_timeout = stop_timeout
         self._say = say
+        self._hub = hub
         self._signals: list[signal.Signals] = []
+        self._deadline: float | None = None
+        self._launcher_gone: float | None = None
+        self._verdict_at: float | None = None
 
     def run(self, command: Sequence[str], environment: Mapping[str, str]) -> Ended:
         """Run to the end. Signals that arrive meanwhile ask for a stop.
@@ -65,6 +80,8 @@ class Supervisor:
             OSError: the command cannot be started.
         """
         previous = {number: signal.signal(number, self._note) for number in _signals_to_take()}
+        # Ranks whose launch stands still are ended: Ctrl-Z is not for this.
+        previous[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
         try:
             process = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
@@ -76,7 +93,7 @@ class Supervisor:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
-        if left_behind and not self._signals:
+        if left_behind and not self._signals and self._hub is None:
             self._say("The launcher ended before its processes did; they have been ended, too.")
         return Ended(process.wait(), self._signals[0] if self._signals else None, killed)
 
@@ -84,22 +101,73 @@ class Supervisor:
         self._signals.append(signal.Signals(number))
 
     def _wait(self, process: subprocess.Popen[bytes]) -> bool:
-        """Wait for the command, passing a stop on; True if it had to be killed."""
-        deadline = None
-        while process.poll() is None:
-            if self._signals and deadline is None:
-                deadline = time.monotonic() + self._stop_timeout
-                if self._signals[0] == signal.SIGINT:
-                    self._say("\nStopping after this step. Ctrl-C again: stop at once, without saving.")
-                request_stop(process.pid)
-            elif len(self._signals) > 1:
-                self._say(f"{self._signals[1].name}: ending every process now, nothing more is saved.")
+        """Wait for the end, passing a stop on; True if it had to be by force."""
+        while not self._is_over(process):
+            if self._must_kill(process):
+                self._end_at_once()
                 return True
-            elif deadline is not None and time.monotonic() > deadline:
-                self._say(f"Not at an end {self._stop_timeout:g} s after {self._signals[0].name}: killed.")
-                return True
-            time.sleep(_POLL_SECONDS)
+            if self._hub is None:
+                time.sleep(_POLL_SECONDS)
+            else:
+                self._hub.poll(_POLL_SECONDS)
         return False
+
+    def _is_over(self, process: subprocess.Popen[bytes]) -> bool:
+        """Whether nothing is left to wait for: the command, and with a hub the ranks."""
+        code = process.poll()
+        if self._hub is None:
+            return code is not None
+        now = time.monotonic()
+        if self._hub.verdict is not None:
+            self._verdict_at = self._verdict_at or now
+            return code is not None or now - self._verdict_at > _LEAVE_SECONDS
+        if code is None:
+            return False
+        if self._launcher_gone is None:
+            self._launcher_gone = now
+            if self._hub.roster.running:
+                self._hub.end("launcher", f"the launcher {describe_return(code)} while ranks were running")
+        # Ranks that it had started on their way here may still report.
+        return not self._hub.roster.states and now - self._launcher_gone > _FIRST_WORD_SECONDS
+
+    def _must_kill(self, process: subprocess.Popen[bytes]) -> bool:
+        """Pass a first signal on to the ranks; whether a second one, or time, asks for more."""
+        if not self._signals:
+            return False
+        if self._deadline is None:
+            self._deadline = time.monotonic() + self._stop_timeout
+            if self._signals[0] == signal.SIGINT:
+                self._say("\nStopping after this step. Ctrl-C again: stop at once, without saving.")
+            self._request_stop(process.pid)
+        elif len(self._signals) > 1:
+            self._say(f"{self._signals[1].name}: ending every process now, nothing more is saved.")
+            return True
+        elif time.monotonic() > self._deadline:
+            self._say(f"Not at an end {self._stop_timeout:g} s after {self._signals[0].name}: killed.")
+            return True
+        return False
+
+    def _request_stop(self, launcher: int) -> None:
+        if self._hub is None:
+            request_stop(launcher)
+        elif not self._hub.stop(signal.SIGTERM.name):
+            # Nothing to save yet: the launcher ends what it has begun.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(launcher, signal.SIGTERM)
+
+    def _end_at_once(self) -> None:
+        """Kill the ranks of every host."""
+        if self._hub is None:
+            return
+        self._hub.end("ended", f"{self._signals[0].name}, and no time to save", at_once=True)
+        deadline = time.monotonic() + _KILL_SECONDS
+        while self._hub.verdict is None and self._hub.roster.states and time.monotonic() < deadline:
+            self._hub.poll(_POLL_SECONDS)
+
+
+def describe_return(code: int) -> str:
+    """The exit code of the launcher in words."""
+    return f"was killed by {signal_name(-code)}" if code < 0 else f"ended (exit code {code})"
 
 
 def _signals_to_take() -> tuple[signal.Signals, ...]:
@@ -109,11 +177,8 @@ def _signals_to_take() -> tuple[signal.Signals, ...]:
 
 
 def request_stop(launcher: int) -> None:
-    """Ask the ranks below process `launcher` to save and end.
-
-    Where none of them is on this host, the launcher passes the request on to the others. Before the ranks
-    exist there is nothing to save, and the launcher ends.
-    """
+    """Ask the ranks below process `launcher` to save and end. Before they exist there is nothing to save, and
+    the launcher ends."""
     ranks = local_ranks(launcher)
     for rank in ranks:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -124,7 +189,7 @@ def request_stop(launcher: int) -> None:
 
 
 def local_ranks(launcher: int) -> list[psutil.Process]:
-    """The ranks that the deepspeed launcher with process id `launcher` runs on this host."""
+    """The guards of ranks that the deepspeed launcher with process id `launcher` runs on this host."""
     try:
         below = psutil.Process(launcher).children(recursive=True)
         return [rank for parent in below if _starts_ranks(parent) for rank in parent.children()]
@@ -162,4 +227,5 @@ def _runs_in(process: psutil.Process, group: int) -> bool:
 
 def say(line: str) -> None:
     """One line for the user, beside the job's own output."""
-    print(line, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # the terminal is gone; the job goes on
+        print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,261 @@
+"""Guards and hub, with stand-in ranks on this host: whoever goes first is named, and nothing is left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline.cluster.hub import Hub, HubSettings
+from pipeline.cluster.roster import Verdict
+from pipeline.cluster.ticket import Ticket, encode
+
+STAND_IN = Path(__file__).with_name("stand_in.py")
+# A parent of guards that is no launcher: it waits.
+PARENT = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"
+TIMEOUT = 6.0
+
+
+class Start:
+    """A hub in this process, and guards beside it."""
+
+    def __init__(self, folder: Path, step_timeout: float | None = None, world_size: int = 3) -> None:
+        self.folder = folder
+        self.said: list[str] = []
+        self.world_size = world_size
+        settings = HubSettings(world_size, "token", TIMEOUT, step_timeout)
+        self.hub = Hub(settings, self.said.append)
+        self.guards: list[subprocess.Popen] = []
+
+    def guard(self, rank: int, *job: str, before: tuple[str, ...] = (), **changes: object) -> None:
+        """Start the guard of `rank`. `changes`: other values in its ticket."""
+        values = {
+            "arguments": (str(self.folder), *job),
+            "hosts": (("here", self.world_size),),
+            "address": "127.0.0.1",
+            "port": self.hub.port,
+            "token": "token",
+            "failure_timeout": TIMEOUT,
+        }
+        ticket = Ticket(**values | changes)  # type: ignore[arg-type]
+        place = {
+            "RANK": rank,
+            "WORLD_SIZE": self.world_size,
+            "LOCAL_RANK": rank,
+            "LOCAL_SIZE": self.world_size,
+        }
+        environment = os.environ | {name: str(value) for name, value in place.items()}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "CROSS_RANK": "0"}
+        command = [*before, sys.executable, str(STAND_IN), "--local_rank=0", encode(ticket)]
+        with (self.folder / f"console{rank}").open("w") as out:
+            self.guards.append(subprocess.Popen(command, env=environment, stdout=out, stderr=out))
+
+    def all(self, *job: str) -> None:
+        for rank in range(self.world_size):
+            self.guard(rank, *job)
+
+    def ranks(self) -> list[dict]:
+        """What each rank has written about itself; waits for all of them."""
+        files = [self.folder / "ranks" / f"{rank}.json" for rank in range(self.world_size)]
+        self.until(lambda: all(file.exists() for file in files))
+        return [json.loads(file.read_text()) for file in files]
+
+    def until(self, condition, seconds: float = 20) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, (self.said, self.hub.roster)
+            self.hub.poll(0.05)
+
+    def verdict(self, seconds: float = 20) -> Verdict:
+        self.until(lambda: self.hub.verdict is not None, seconds)
+        self.hub.linger(3)
+        return self.hub.verdict
+
+    def codes(self) -> list[int]:
+        return [guard.wait(5) for guard in self.guards]
+
+    def log(self, rank: int) -> str:
+        (file,) = self.folder.glob(f"logs/*/rank_{rank:05}.log")
+        return file.read_text()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    made = Start(tmp_path)
+    yield made
+    made.hub.close()
+    for guard in made.guards:
+        guard.kill()
+        guard.wait()
+
+
+def is_running(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def test_ranks_that_finish(start: Start) -> None:
+    start.all("3", "0.01")
+    verdict = start.verdict()
+    assert (verdict.status, verdict.step) == ("finished", 3)
+    assert start.codes() == [0, 0, 0]
+    outcome = json.loads((start.folder / "outcome.json").read_text())
+    assert outcome["status"] == "finished"
+    for rank in range(3):
+        assert f"rank {rank} of 3" in start.log(rank)
+        assert f"rank {rank} writes on its standard error" in start.log(rank)
+    # The console speaks once.
+    consoles = [(start.folder / f"console{rank}").read_text() for rank in range(3)]
+    assert "step 3\n" in consoles[0] and "standard error" in consoles[0]
+    assert consoles[1:] == ["", ""]
+
+
+def test_ranks_get_the_rendezvous_that_is_free_where_rank_0_is(start: Start) -> None:
+    start.all("1", "0.01")
+    places = [rank["environment"] for rank in start.ranks()]
+    assert {place["MASTER_ADDR"] for place in places} == {"127.0.0.1"}
+    (port,) = {int(place["MASTER_PORT"]) for place in places}
+    assert (port, start.verdict().status) == (start.hub.master[1], "finished")
+    assert port > 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "message", "text"),
+    [
+        ("exit=7", "left with exit code 7 before the job's end", "rank 1 writes on its standard error"),
+        ("exit=0", "left with exit code 0 before the job's end", ""),
+        ("signal=SIGKILL", "was killed by SIGKILL (out of memory?)", ""),
+        ("signal=SIGSEGV", "was killed by SIGSEGV", "Fatal Python error: Segmentation fault"),
+        ("raise", "OSError: no space left on rank 1", "in misbehave"),
+    ],
+)
+def test_the_first_rank_that_fails_is_named(start: Start, fault: str, message: str, text: str) -> None:
+    # The others report that they have lost a peer, rank 0 before rank 1 can say a word.
+    start.all("100", "0.1", f"1:3:{fault}", "0:3:peer")
+    pids = [rank["pid"] for rank in start.ranks()]
+    began = time.monotonic()
+    verdict = start.verdict()
+    assert time.monotonic() - began < TIMEOUT + 2
+    assert (verdict.status, verdict.rank, verdict.step, verdict.message) == ("failed", 1, 2, message)
+    assert text in verdict.failure.text
+    assert any("rank 1 on" in line and message in line for line in start.said)
+    assert not any(code == 0 for code in start.codes())
+    assert not any(is_running(pid) for pid in pids)
+    assert json.loads((start.folder / "outcome.json").read_text())["rank"] == 1
+
+
+def test_a_refusal_is_no_failure_and_is_said_once(start: Start) -> None:
+    start.all("100", "0.1", "1:1:refuse", "2:1:refuse")
+    verdict = start.verdict()
+    assert (verdict.status, verdict.outcome(1).exit_code) == ("wrong_job", 2)
+    assert start.codes()[1:] == [2, 2]
+    assert sum("lacks a file" in line for line in start.said) == 1
+
+
+def test_every_rank_stops_when_it_is_asked_to_and_leaves_with_its_code(start: Start) -> None:
+    start.all("1000", "0.05")
+    start.ranks()
+    assert start.hub.stop("SIGUSR1")
+    verdict = start.verdict()
+    assert (verdict.status, verdict.message) == ("stopped", "SIGUSR1")
+    assert start.codes() == [3, 3, 3]
+
+
+def test_a_signal_to_a_guard_is_its_ranks(start: Start) -> None:
+    """What a launcher or a batch system tells its child processes arrives in the rank."""
+    start.all("1000", "0.05")
+    start.ranks()
+    for guard in start.guards:
+        guard.send_signal(signal.SIGTERM)
+    assert start.verdict().status == "stopped"
+    assert start.codes() == [3, 3, 3]
+
+
+@pytest.mark.slow
+def test_a_hung_step_shows_the_stacks_of_all_ranks(tmp_path: Path) -> None:
+    start = Start(tmp_path, step_timeout=1.5)
+    start.all("400", "0.2", "0:4:hang", "1:4:hang", "2:4:hang")
+    pids = [rank["pid"] for rank in start.ranks()]
+    verdict = start.verdict(30)
+    assert "no progress for" in verdict.message and "after step 3" in verdict.message
+    assert "ranks 0-2 in misbehave (stand_in.py:" in verdict.message
+    assert "misbehave" in verdict.failure.text
+    for rank in range(3):
+        assert "misbehave" in start.log(rank)
+    assert not any(is_running(pid) for pid in pids)
+    assert not any(code == 0 for code in start.codes())
+
+
+@pytest.mark.parametrize("victim", ["guard", "hub", "parent"])
+def test_ranks_end_with_what_owns_them(start: Start, victim: str) -> None:
+    start.guard(0, "1000", "0.05")
+    start.guard(1, "1000", "0.05", before=(sys.executable, "-c", PARENT))
+    start.guard(2, "1000", "0.05")
+    ranks = start.ranks()
+    if victim == "hub":
+        start.hub.close()
+    else:
+        os.kill(ranks[1]["guard"] if victim == "guard" else start.guards[1].pid, signal.SIGKILL)
+        verdict = start.verdict()
+        expected = "contact with its guard" if victim == "guard" else "the launcher that started it is gone"
+        assert (verdict.status, verdict.rank) == ("failed", 1) and expected in verdict.message
+    assert not any(code == 0 for code in start.codes())
+    deadline = time.monotonic() + TIMEOUT
+    while any(is_running(pid) for rank in ranks for pid in (rank["pid"], rank["guard"])):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_guard_that_falls_silent_is_lost(start: Start) -> None:
+    """As when a cable is cut: its connection stands, and nothing comes."""
+    start.all("1000", "0.05")
+    ranks = start.ranks()
+    os.kill(ranks[2]["guard"], signal.SIGSTOP)
+    verdict = start.verdict()
+    assert (verdict.status, verdict.rank) == ("failed", 2) and "nothing was heard" in verdict.message
+    assert start.guards[0].wait(5) != 0 and start.guards[1].wait(5) != 0
+    os.kill(ranks[2]["guard"], signal.SIGCONT)
+    assert start.guards[2].wait(10) != 0
+    assert not any(is_running(rank["pid"]) for rank in ranks)
+
+
+def test_another_jobs_guard_is_turned_away(start: Start) -> None:
+    start.guard(0, "5", "0.01", token="another")
+    start.until(lambda: start.guards[0].poll() is not None)
+    assert start.guards[0].returncode == 1
+    assert start.hub.roster.states == {}
+    assert not (start.folder / "ranks").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"hosts": (("here", 4),)}, "the world that was checked has 4 ranks"),
+        ({"hosts": (("here", 1), ("there", 2))}, "belongs to host here, which was checked with 1 ranks"),
+    ],
+)
+def test_a_world_other_than_the_checked_one_is_refused(start: Start, change: dict, said: str) -> None:
+    start.guard(0, "5", "0.01", **change)
+    assert start.guards[0].wait(10) == 2
+    assert said in (start.folder / "console0").read_text()
+
+
+@pytest.mark.slow
+def test_without_a_launch_rank_0_has_the_hub(start: Start) -> None:
+    start.hub.close()
+    for rank in range(3):
+        start.guard(rank, "1000", "0.05", "2:9:signal=SIGKILL", address="", port=0, token="", hosts=())
+    assert not any(guard.wait(30) == 0 for guard in start.guards)
+    assert "rank 2 on" in (start.folder / "console0").read_text()
+    assert json.loads((start.folder / "outcome.json").read_text())["rank"] == 2
