@@ -30,8 +30,9 @@ LOGS_FOLDER = "logs"
 SETTLE_SECONDS = 1.0
 # Between the question for the ranks' stacks and the end.
 STACKS_SECONDS = 3.0
-# Launchers reach hosts one after the other, and a cold file system takes its time to give out Python.
-START_SECONDS = 180.0
+# For the first rank to report: launchers import torch, which a cold file system takes its time to give out.
+# The others follow within the failure time-out.
+START_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ class HubSettings:
         master_addr, master_port: Rendezvous as the user gave it; None: rank 0's own address and a port that
             is free there. Ignored for a start without a launch, whose launcher has said it.
         environment: Variables for every rank that may not stand on a command line.
-        start_seconds: How long all ranks may take to report; None for no limit.
+        start_seconds: How long the first rank may take to report; None: no limit for any of them, since the
+            user starts the hosts one by one.
     """
 
     world_size: int
@@ -110,6 +112,7 @@ class Hub:
         self._logs: str | None = None
         self._start_name = time.strftime("%Y%m%d-%H%M%S")
         self._began = self._beat = time.monotonic()
+        self._first_hello: float | None = None
         self._stop: str | None = None
         self._settle: float | None = None  # when the first failure is told
         self._deadline: float | None = None  # when ranks that were to end are given up
@@ -219,6 +222,7 @@ class Hub:
             return
         del self._strangers[connection]
         self._ranks[connection] = rank
+        self._first_hello = self._first_hello or time.monotonic()
         self._guards[rank] = connection
         self.roster.states[rank] = RankState(rank, hello["host_number"], name, time.monotonic())
         if self.roster.failures or self.verdict:
@@ -329,10 +333,16 @@ class Hub:
 
     def _check_start(self, now: float) -> None:
         limit = self._settings.start_seconds
-        if self.world_is_here or limit is None or self.roster.failures or now - self._began < limit:
+        if self.world_is_here or limit is None or self.roster.failures:
+            return
+        since = self._began
+        if self._first_hello is not None:
+            since, limit = self._first_hello, self._settings.failure_timeout
+        if now - since < limit:
             return
         missing = sorted(set(range(self._settings.world_size)) - set(self.roster.states))
-        message = f"ranks {ranges(missing)} have not reported {limit:.0f} s after the start"
+        after = "the start" if self._first_hello is None else "the first rank"
+        message = f"ranks {ranges(missing)} have not reported {limit:.0f} s after {after}"
         self.end("died", message, missing[0])
 
     def _check_progress(self, now: float) -> None:

@@ -52,7 +52,7 @@ def test_a_folder_that_cannot_be_made_is_a_problem(tmp_path: Path) -> None:
 def test_a_start_in_the_folder_of_a_running_job_starts_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(launch, "run_launch", lambda *arguments: pytest.fail("ranks were started"))
+    monkeypatch.setattr(launch, "start_job", lambda *arguments: pytest.fail("ranks were started"))
     with only_job(tmp_path):
         assert launch.main(["--output_dir", str(tmp_path), "--train_steps", "2"]) == EXIT_WRONG_JOB
     assert "another job is running in this folder" in " ".join(capsys.readouterr().err.split())
