@@ -183,11 +183,14 @@ def test_a_given_port_is_used_and_remote_hosts_get_deepspeeds() -> None:
 def test_cpu_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher_command, "available_cores", lambda: 8)
     assert plan_launch(LauncherOptions(), CPU, Ticket(), {"A": "b"}).environment == {
-        "A": "b", "OMP_NUM_THREADS": "4", "DS_ACCELERATOR": "cpu",
+        "A": "b", "OMP_NUM_THREADS": "4", "DS_ACCELERATOR": "cpu", "DS_ENV_FILE": os.devnull,
     }  # fmt: skip
     kept = plan_launch(LauncherOptions(), CPU, Ticket(), {"OMP_NUM_THREADS": "1"}).environment
     assert kept["OMP_NUM_THREADS"] == "1"
-    assert plan_launch(LauncherOptions(), GPUS, Ticket(), {"A": "b"}).environment == {"A": "b"}
+    assert plan_launch(LauncherOptions(), GPUS, Ticket(), {"A": "b"}).environment == {
+        "A": "b",
+        "DS_ENV_FILE": os.devnull,
+    }
 
 
 def test_no_secret_is_on_a_command_line() -> None:

@@ -7,6 +7,7 @@ for every launcher alike. DeepSpeed's ``.deepspeed_env`` files go the same way. 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 
@@ -46,9 +47,10 @@ def forwarded(environ: Mapping[str, str], files: Mapping[str, str]) -> tuple[tup
 def launcher_environment(environ: Mapping[str, str], is_local: bool) -> dict[str, str]:
     """The deepspeed launcher's own environment.
 
-    It puts some variables on the command lines of other hosts: no secret may be among those.
+    It puts some variables, and those of the ``.deepspeed_env`` files, on the command lines of other hosts:
+    nothing secret may be among those.
     """
-    result = dict(environ)
+    result = dict(environ) | {"DS_ENV_FILE": os.devnull}
     if not is_local:
         result = {name: value for name, value in result.items() if not is_secret(name)}
         # A host that is gone is noticed by ssh, too, and nobody is asked for a password.

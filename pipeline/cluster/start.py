@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from pipeline.cluster.deepspeed_env import deepspeed_env
 from pipeline.cluster.forwarded import forwarded
 from pipeline.cluster.hub import Hub, HubSettings
 from pipeline.cluster.launcher_command import SCRIPT, plan_launch
@@ -81,9 +82,10 @@ def _hub(world: World, options: LauncherOptions) -> Hub:
 
 
 def rank_variables(environ: Mapping[str, str], is_local: bool) -> tuple[tuple[str, str], ...]:
-    """What the ranks get beside what they find on their host: on other hosts the variables that are passed
-    on."""
-    return forwarded({} if is_local else environ, {})
+    """What the ranks get beside what they find on their host: the ``.deepspeed_env`` files (which have been
+    checked), and on other hosts the variables that are passed on."""
+    files, _ = deepspeed_env(Path.home(), Path(), environ)
+    return forwarded({} if is_local else environ, files)
 
 
 def launch_address(world: World, options: LauncherOptions) -> str:
