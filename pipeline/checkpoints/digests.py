@@ -16,7 +16,7 @@ import xxhash
 
 DEFAULT = "xxh3_128"
 ALGORITHMS: dict[str, Callable[[], Any]] = {"sha256": hashlib.sha256, "xxh3_128": xxhash.xxh3_128}
-_CHUNK = 1 << 23  # bytes
+PIECE = 1 << 23  # bytes that are read at once
 
 
 def digest_steps(path: Path, algorithm: str = DEFAULT) -> Iterator[str | None]:
@@ -28,7 +28,7 @@ def digest_steps(path: Path, algorithm: str = DEFAULT) -> Iterator[str | None]:
     """
     state = ALGORITHMS[algorithm]()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
+        while chunk := file.read(PIECE):
             state.update(chunk)
             yield None
     yield f"{algorithm}:{state.hexdigest()}"

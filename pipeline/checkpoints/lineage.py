@@ -77,6 +77,14 @@ def read_lineage(folder: Path) -> Lineage:
         raise JobError([Problem("resume", str(path), rule, remedy)]) from error
 
 
+def saved_lineage(folder: Path) -> Lineage | None:
+    """As `read_lineage`; None where it cannot be read."""
+    try:
+        return read_lineage(folder)
+    except JobError:
+        return None
+
+
 def write_lineage(folder: Path, lineage: Lineage) -> None:
     """Replace `lineage.json` atomically."""
     content = {"branches": lineage.branches, "origin": lineage.origin}

@@ -294,5 +294,8 @@ def _wrong_files(checkpoint: Checkpoint) -> list[str]:
 
 
 def size_of(path: Path) -> int | None:
-    """Bytes of a file; None where there is none."""
-    return path.stat().st_size if path.is_file() else None
+    """Bytes of a file; None where there is none, or none that can be looked at."""
+    try:
+        return path.stat().st_size if path.is_file() else None
+    except OSError:
+        return None

@@ -36,6 +36,7 @@ from pipeline.checkpoints.folder import (
 )
 from pipeline.checkpoints.layout_change import shard_index
 from pipeline.checkpoints.planned import PlannedFiles, plan_shards
+from pipeline.checkpoints.retention import retain
 from pipeline.checkpoints.space import free_bytes, lack_of_space
 from pipeline.checkpoints.torch_file import SnapshotMemory
 from pipeline.checkpoints.written import WrittenFile
@@ -65,6 +66,7 @@ class Saver:
     Args:
         in_background: Files are written by a thread, over a copy of this moment's values in host memory.
         companions: Writes into a checkpoint's folder what lies beside the shards, such as the tokenizer.
+        say: Tells that an old checkpoint could not be removed.
 
     Attributes:
         seconds: How long the slowest save took, from the call to the moment when it counted.
@@ -77,12 +79,13 @@ class Saver:
         *,
         in_background: bool = False,
         companions: Callable[[Path], object] = lambda folder: None,
+        say: Callable[[str], object] = print,
     ) -> None:
         self.engine, self.job, self.parallel = engine, job, engine.parallel
         self.folder = Path(job.output_dir) / CHECKPOINTS
         self.systems: FileSystems = find_file_systems(self.parallel, self.folder, engine.deepspeed.local_rank)
         self.seconds = 0.0
-        self._companions = companions
+        self._companions, self._say = companions, say
         self._memory = SnapshotMemory() if in_background else None
         self._outstanding: _Outstanding | None = None
 
@@ -208,6 +211,7 @@ class Saver:
         write_manifest(self.job, state, partial, entries, self.systems.num_hosts, self.systems.shared)
         publish(partial)
         point_latest(self.folder, tag_of(state.step))
+        retain(self.folder, state.step, self.job.options, self._say)
 
     def _entries(self, files: list[tuple[WrittenFile, ...]]) -> dict[str, FileEntry]:
         """The manifest's: what leaders all write is the first one's."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoints.lineage import BEFORE_ALL, Lineage, branched, read_lineage
+from pipeline.checkpoints.lineage import BEFORE_ALL, Lineage, branched, read_lineage, saved_lineage
 from pipeline.checkpoints.manifest import CHOOSE_ANOTHER, Checkpoint, read_checkpoint
 from pipeline.job.job import Job
 from pipeline.job.problems import JobError, Problem
@@ -77,14 +77,16 @@ class Candidates:
         """That none of them can be used."""
         problems = [Problem("resume", path, rule, CHOOSE_ANOTHER) for path, rule in self.passed.items()]
         if not problems:
-            rule = "names a checkpoint, and none is here"
-            problems = [Problem("resume", str(self.folder / LATEST), rule, CHOOSE_ANOTHER)]
+            here = (self.folder / LATEST).exists()
+            rule = "names a checkpoint, and none is here" if here else "has none, and other hosts have some"
+            path = self.folder / LATEST if here else self.folder
+            problems = [Problem("resume", str(path), rule, CHOOSE_ANOTHER)]
         return JobError(problems)
 
     def notes(self, chosen: Checkpoint) -> tuple[str, ...]:
         """What was passed over on the way to `chosen`, in sentences."""
         said = [f"passed over {path}: it {rule}" for path, rule in self.passed.items()]
-        named = _named_by_latest(self.folder)
+        named = named_by_latest(self.folder)
         if named != chosen.tag and not self._lineage.origin:
             said.append(f"{self.folder / LATEST} {_what_latest_is(self.folder, named)}")
         return tuple(said)
@@ -174,7 +176,7 @@ def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     )
 
 
-def _named_by_latest(folder: Path) -> str | None:
+def named_by_latest(folder: Path) -> str | None:
     """The tag in `latest`; None where there is no such file, or no text in it."""
     try:
         return (folder / LATEST).read_text(encoding="utf-8").strip() or None
@@ -192,10 +194,7 @@ def _what_latest_is(folder: Path, named: str | None) -> str:
 def lineage_after(folder: Path, checkpoint: Checkpoint, name: str) -> Lineage:
     """The lineage of a run in `folder` that goes on from `checkpoint`: as it was or, where something would
     count otherwise that the run does not come from, with a new branch `name`."""
-    try:
-        current = read_lineage(folder)
-    except JobError:  # it is about to be written anew
-        current = Lineage(((name, BEFORE_ALL),))
+    current = saved_lineage(folder) or Lineage(((name, BEFORE_ALL),))  # unreadable: it is written anew
     elsewhere = checkpoint.folder.resolve() != folder.resolve()
     step = checkpoint.state.step
     if elsewhere:

@@ -10,7 +10,7 @@ import functools
 import json
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pipeline.checkpoints.folder import SHARDS
 from pipeline.checkpoints.shards import Place, is_replicated, parameter_names, shards
+from pipeline.checkpoints.unpickling import load_torch_file
 from pipeline.parallel.parameters import Cut, cut_of
 from pipeline.training.engine import TrainEngine
 
@@ -73,12 +74,15 @@ def describe_shards(engine: TrainEngine) -> dict[str, Any]:
 class StoredState:
     """The fp32 weights and optimizer state in a checkpoint folder.
 
+    Args:
+        allowed: Names that its files may ask for, from ``--allow_pickle``.
+
     Raises:
         RuntimeError: what the ranks wrote does not cover a parameter exactly once.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, allowed: Collection[str] = ()) -> None:
+        self.path, self._allowed = path, allowed
         content = json.loads((path / SHARDS).read_text(encoding="utf-8"))
         self.skipped_steps: int = content["skipped_steps"]
         self._index = content
@@ -173,8 +177,7 @@ class StoredState:
 
     def _open(self, file: str) -> Any:
         """A file of DeepSpeed's, whose tensors are mapped: the pages that are used are read when they are."""
-        # They hold objects of DeepSpeed's own, as those that it loads itself.
-        return torch.load(self.path / file, map_location="cpu", mmap=True, weights_only=False)
+        return load_torch_file(self.path / file, mmap=True, allowed=self._allowed)
 
     def _pieces(self) -> dict[str, tuple[Cut, list[list[Piece]]]]:
         """Of each parameter its cut and, for each part, the pieces in order.

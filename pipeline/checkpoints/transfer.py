@@ -13,14 +13,16 @@ from pipeline.checkpoints.folder import (
     tag_of,
 )
 from pipeline.checkpoints.layout_change import convert_checkpoint, same_shards
-from pipeline.checkpoints.lineage import Lineage, write_lineage
+from pipeline.checkpoints.lineage import Lineage, saved_lineage, write_lineage
 from pipeline.checkpoints.planned import STATE_KEY
 from pipeline.checkpoints.saver import Saver
-from pipeline.checkpoints.select import lineage_after
+from pipeline.checkpoints.select import lineage_after, named_by_latest
 from pipeline.checkpoints.shards import reads_own_shards
 from pipeline.checkpoints.stored import StoredState
+from pipeline.checkpoints.unpickling import restricted_loading
 from pipeline.job.job import Job
 from pipeline.job.run_file import CHECKPOINTS
+from pipeline.training.agreement import gather_objects, gather_rows
 from pipeline.training.engine import TrainEngine
 
 
@@ -44,7 +46,8 @@ def load_checkpoint(engine: TrainEngine, checkpoint: Checkpoint) -> TrainState:
     Raises:
         RuntimeError: DeepSpeed loaded nothing, or another step than the manifest names.
     """
-    stored = StoredState(checkpoint.path) if checkpoint.has_shard_index else None
+    allowed = engine.job.options.allow_pickle
+    stored = StoredState(checkpoint.path, allowed) if checkpoint.has_shard_index else None
     if stored is None or _fits(engine, checkpoint, stored):
         _load_own_shards(engine, checkpoint)
     else:
@@ -54,19 +57,32 @@ def load_checkpoint(engine: TrainEngine, checkpoint: Checkpoint) -> TrainState:
     if hasattr(engine.deepspeed.optimizer, "clip_grad"):
         # DeepSpeed's optimizers bring theirs from the checkpoint; the JSON may have changed since.
         engine.deepspeed.optimizer.clip_grad = engine.job.gradient_clipping
-    if engine.parallel.rank == 0:
-        _settle(Path(engine.job.output_dir) / CHECKPOINTS, checkpoint)
+    _settle(engine, checkpoint)
     return state
 
 
-def _settle(folder: Path, checkpoint: Checkpoint) -> None:
-    """Make `checkpoint` the one that a run in `folder` goes on from: where it went back to an earlier one,
-    the later ones no longer belong to it."""
+def _settle(engine: TrainEngine, checkpoint: Checkpoint) -> None:
+    """Make `checkpoint` the one that the run goes on from: where it went back to an earlier one, the later
+    ones no longer belong to it. The same on every host, whether or not they share the folder. Collective."""
+    folder, parallel = Path(engine.job.output_dir) / CHECKPOINTS, engine.parallel
+    first_of_host = engine.deepspeed.local_rank == 0
+    name = gather_objects(parallel, secrets.token_hex(4))[0]
+    mine = lineage_after(folder, checkpoint, name) if first_of_host else None
+    found = [lineage for lineage in gather_objects(parallel, mine) if lineage is not None]
+    # A host that has later checkpoints makes the run a branch on all of them.
+    lineage = next((each for each in found if name in dict(each.branches)), found[0])
+    if parallel.rank == 0:
+        _write_down(folder, checkpoint, lineage)
+    gather_rows(parallel, 0)  # a barrier: on a common file system the others find it done
+    if first_of_host and parallel.rank != 0:
+        _write_down(folder, checkpoint, lineage)
+
+
+def _write_down(folder: Path, checkpoint: Checkpoint, lineage: Lineage) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    lineage = lineage_after(folder, checkpoint, secrets.token_hex(4))
-    if lineage != Lineage():
+    if saved_lineage(folder) != lineage:
         write_lineage(folder, lineage)
-    if folder.resolve() == checkpoint.folder.resolve():
+    if folder.resolve() == checkpoint.folder.resolve() and named_by_latest(folder) != checkpoint.tag:
         point_latest(folder, checkpoint.tag)
 
 
@@ -78,9 +94,10 @@ def _fits(engine: TrainEngine, checkpoint: Checkpoint, stored: StoredState) -> b
 
 
 def _load_own_shards(engine: TrainEngine, checkpoint: Checkpoint) -> None:
-    loaded, client_state = engine.deepspeed.load_checkpoint(
-        str(checkpoint.folder), tag=checkpoint.tag, load_lr_scheduler_states=False
-    )
+    with restricted_loading(engine.deepspeed, engine.job.options.allow_pickle):
+        loaded, client_state = engine.deepspeed.load_checkpoint(
+            str(checkpoint.folder), tag=checkpoint.tag, load_lr_scheduler_states=False
+        )
     if loaded is None:
         raise RuntimeError(f"DeepSpeed found no shards in {checkpoint.path} for rank {engine.parallel.rank}")
     state = TrainState(**client_state[STATE_KEY])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from pipeline.job.durations import parse_duration
@@ -17,12 +18,15 @@ LOWEST = {
     "eval_interval": 0,
     "eval_samples": 0,
     "save_interval": 0,
+    "keep_last": 1,
+    "keep_every": 1,
     "log_interval": 1,
     "seed": 0,
     "sample_tokens": 0,
 }
 # All of them fit 64 bits.
 HIGHEST = 2**63 - 1
+_DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 # Options from 0 to below 1.
 SHARES = ("dropout", "eval_fraction")
 # Options that name something, and are not empty.
@@ -56,6 +60,13 @@ def option_problems(options: Options) -> list[Problem]:
         rule = "is neither continue nor stop"
         problems.append(Problem("save_failure", options.save_failure, rule, "Correct --save_failure"))
     problems += _time_problems(options)
+    if options.keep_every is not None and options.keep_last is None:
+        rule = "says what is kept beside the newest checkpoints, and not how many of these are"
+        problems.append(Problem("keep_every", options.keep_every, rule, "Give --keep_last, too"))
+    for name in options.allow_pickle:
+        if not _DOTTED.fullmatch(name):
+            rule = "is not MODULE.NAME"
+            problems.append(Problem("allow_pickle", name, rule, "Write it as the refusal did"))
     if options.resume not in ("auto", "never") and not exists(options.resume):
         rule = "is neither auto, never nor an existing checkpoint"
         problems.append(Problem("resume", options.resume, rule, "Correct the path"))

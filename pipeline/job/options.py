@@ -95,6 +95,13 @@ class Options:
     resume: str = "auto"
     """auto: from the newest checkpoint in output_dir if there is one; never: start at step 0, refusing a
     folder that holds checkpoints; or the path of a checkpoint."""
+    allow_pickle: tuple[str, ...] = ()
+    """MODULE.NAME of things that a checkpoint's files may call beyond those that DeepSpeed puts there. For
+    files that you trust."""
+    keep_last: int | None = None
+    """Checkpoints that are kept, the newest ones. None: all."""
+    keep_every: int | None = None
+    """Beside those of keep_last: checkpoints whose step is a multiple of this."""
     seed: int = 1234
     """Seed of the initial weights, the sample order and dropout."""
     sample_tokens: int = 200
@@ -128,7 +135,18 @@ class Options:
 
 # These describe one call, not the run: they are not saved.
 _OF_ONE_CALL = frozenset(
-    {"print_config", "config", "deepspeed", "local_rank", "world_size", "hosts", "started_at", "environment"}
+    {
+        "print_config",
+        "config",
+        "deepspeed",
+        "local_rank",
+        "world_size",
+        "hosts",
+        "started_at",
+        "environment",
+        "resume",
+        "allow_pickle",
+    }
 )
 
 

@@ -15,6 +15,7 @@ import psutil
 
 from pipeline.checkpoints.manifest import Checkpoint, TrainState
 from pipeline.checkpoints.planned import set_random_state
+from pipeline.checkpoints.proof import Prover, agree_on_checkpoint
 from pipeline.checkpoints.resume import origin_lines
 from pipeline.checkpoints.saver import Saver
 from pipeline.checkpoints.select import Selection, select_checkpoint
@@ -106,12 +107,10 @@ def run(
     selection = select_checkpoint(job)
     checkpoint = selection.checkpoint
     state = checkpoint.state if checkpoint else TrainState()
-    console = make_console(
-        rank,
-        total_steps=job.train_steps,
-        log_interval=job.options.log_interval,
-        resume_step=state.step,
+    new_console = partial(
+        make_console, rank, total_steps=job.train_steps, log_interval=job.options.log_interval
     )
+    console = new_console(resume_step=state.step)
     stopping = _stopping(job, rank, stop)
     link.progress("preparing data", state.step)
     remote = _remote_cache(job, console)  # local copies are kept as long as it is open
@@ -122,6 +121,13 @@ def run(
     start_distributed(job.world.device, environment.local_rank, GROUP_TIMEOUT)
     parallel = Parallel.create(job.mesh, GROUP_TIMEOUT)
     stop.ranks_met()
+    prover = Prover(parallel, environment.local_rank, job.options.allow_pickle, console.message)
+    agreed = agree_on_checkpoint(job, selection, prover)
+    if agreed.checkpoint != checkpoint:  # another one than the manifests alone had promised
+        selection, checkpoint = agreed, agreed.checkpoint
+        state = checkpoint.state if checkpoint else TrainState()
+        console = new_console(resume_step=state.step)
+        data = _data(job, state, rank, console, remote)
     agree_on_start(parallel, data.fingerprint, state.step)
     weights = None if checkpoint else initial_weights(job.options.model).folder
     with captured_stdout():

@@ -1,0 +1,210 @@
+"""The proof of a checkpoint by digests, spread over the ranks, before any of its files is unpickled.
+
+Each file is read by one rank that sees it; where hosts do not share a file system, by a rank of the host that
+wrote it. Ranks read for a few seconds, then tell each other how far they are and what they have found: no
+rank waits in a collective for longer than that, however large the checkpoint is.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.checkpoints.digests import PIECE, digest_steps
+from pipeline.checkpoints.manifest import Checkpoint, size_of
+from pipeline.checkpoints.resume import continuation_problems
+from pipeline.checkpoints.select import NOTHING, Candidates, Selection, candidates_of
+from pipeline.checkpoints.unpickling import foreign_names, foreign_problem
+from pipeline.job.job import Job
+from pipeline.job.problems import JobError, Problem
+from pipeline.parallel.context import Parallel
+from pipeline.training.agreement import gather_objects
+
+ROUND_SECONDS = 5.0
+PICKLED = ".pt"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How far a rank is.
+
+    Attributes:
+        bytes: Read so far.
+        done: Nothing is left.
+        failure: What is wrong with a file of it, None so far.
+        foreign: Things that its files would call, with one file that does.
+    """
+
+    bytes: int = 0
+    done: bool = False
+    failure: str | None = None
+    foreign: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Prover:
+    """Proves checkpoints on all ranks. Its methods are collective.
+
+    Attributes:
+        local_rank: This rank's number on its host.
+        allowed: Names that files may ask for beyond the pipeline's own.
+        say: Prints a line for the user, on rank 0.
+    """
+
+    parallel: Parallel
+    local_rank: int
+    allowed: Collection[str] = ()
+    say: Callable[[str], None] = lambda line: None
+
+    def failure(self, checkpoint: Checkpoint) -> str | None:
+        """What is wrong with the checkpoint, the same on every rank; None if every digest matches.
+
+        Raises:
+            JobError: on every rank: its files are whole, but would call what is not allowed.
+        """
+        readers = self._readers(checkpoint)
+        if missing := [name for name, ranks in readers.items() if not ranks]:
+            return f"misses {', '.join(missing)} on the host that wrote it"
+        mine = _shares(checkpoint, readers)[self.parallel.rank]
+        return self._agree(checkpoint, _read(checkpoint, mine, self.allowed))
+
+    def _readers(self, checkpoint: Checkpoint) -> dict[str, Sequence[int]]:
+        """For each file the ranks that may prove it."""
+        world = range(self.parallel.mesh.world_size)
+        if checkpoint.shared:
+            return dict.fromkeys(checkpoint.files, world)
+        sizes = {name: size_of(checkpoint.path / name) for name in checkpoint.files}
+        seen = {name for name, entry in checkpoint.files.items() if sizes[name] == entry.bytes}
+        answers = gather_objects(self.parallel, (self.local_rank, seen))
+        firsts = [local_rank == 0 for local_rank, _ in answers]
+        hosts = [sum(firsts[: rank + 1]) - 1 for rank in world]
+        return {
+            name: [rank for rank in world if hosts[rank] == entry.host and name in answers[rank][1]]
+            for name, entry in checkpoint.files.items()
+        }
+
+    def _agree(self, checkpoint: Checkpoint, reading: Iterator[Reading]) -> str | None:
+        """Read to the end, or until some rank has found something."""
+        total = sum(entry.bytes for entry in checkpoint.files.values())
+        while True:
+            mine = _advance(reading, time.monotonic() + ROUND_SECONDS)
+            all_of_us = gather_objects(self.parallel, mine)
+            if failures := [each.failure for each in all_of_us if each.failure]:
+                return failures[0]
+            if all(each.done for each in all_of_us):
+                break
+            read = sum(each.bytes for each in all_of_us)
+            self.say(f"proving {checkpoint.path}: {read / 1e9:.1f} of {total / 1e9:.1f} GB")
+        _refuse_foreign([pair for each in all_of_us for pair in each.foreign])
+        return None
+
+
+def _shares(checkpoint: Checkpoint, readers: dict[str, Sequence[int]]) -> dict[int, list[str]]:
+    """The files of each rank: the largest first, each to the rank with the least to read."""
+    shares: dict[int, list[str]] = {rank: [] for ranks in readers.values() for rank in ranks}
+    heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    for name in sorted(checkpoint.files, key=lambda name: (-checkpoint.files[name].bytes, name)):
+        ranks = tuple(readers[name])
+        heap = heaps.setdefault(ranks, [(0, rank) for rank in ranks])
+        load, rank = heap[0]
+        shares[rank].append(name)
+        heapq.heapreplace(heap, (load + checkpoint.files[name].bytes, rank))
+    return shares
+
+
+def _read(checkpoint: Checkpoint, names: Sequence[str], allowed: Collection[str]) -> Iterator[Reading]:
+    """Prove files one after the other; how far it is after each piece."""
+    read = 0
+    foreign: dict[str, str] = {}
+    for name in names:
+        entry, path = checkpoint.files[name], checkpoint.path / name
+        try:
+            if entry.digest:
+                found = None
+                pieces = digest_steps(path, entry.digest.partition(":")[0])
+                for piece, found in enumerate(pieces):  # noqa: B007  (the last one counts)
+                    yield Reading(read + min(piece * PIECE, entry.bytes))
+                if found != entry.digest:
+                    yield Reading(failure=f"is damaged: {name} has another digest than when it was saved")
+                    return
+            if path.suffix == PICKLED:
+                foreign |= {asked: str(path) for asked in foreign_names(path, allowed)}
+        except (OSError, ValueError) as error:
+            yield Reading(failure=f"is damaged: {name} cannot be read ({type(error).__name__}: {error})")
+            return
+        read += entry.bytes
+    yield Reading(read, done=True, foreign=tuple(foreign.items()))
+
+
+def _advance(reading: Iterator[Reading], until: float) -> Reading:
+    """The last word of a time's work. At its end a reading says the same again."""
+    last = None
+    for last in reading:
+        if time.monotonic() > until or last.done or last.failure:
+            return last
+    return last or Reading(done=True)
+
+
+def _refuse_foreign(pairs: Sequence[tuple[str, str]]) -> None:
+    if not pairs:
+        return
+    by_file: dict[str, set[str]] = {}
+    for name, path in dict(pairs).items():
+        by_file.setdefault(path, set()).add(name)
+    raise JobError([foreign_problem(Path(path), sorted(names)) for path, names in sorted(by_file.items())])
+
+
+def agree_on_checkpoint(job: Job, found: Selection, prover: Prover) -> Selection:
+    """What all ranks go on from: a checkpoint that is complete on every host and whose digests match.
+    Collective.
+
+    Args:
+        found: What this rank has selected for itself.
+
+    Raises:
+        JobError: on every rank alike: there are some and none is usable, or the one that was named is not.
+    """
+    if job.options.resume == "never":
+        return found
+    if job.options.resume == "auto":
+        agreed = _newest_proven(candidates_of(job), prover)
+    else:
+        agreed = _named(found.checkpoint, prover)
+    if agreed.checkpoint is not None and (problems := continuation_problems(agreed.checkpoint, job)):
+        raise JobError(problems)
+    return agreed
+
+
+def _named(checkpoint: Checkpoint | None, prover: Prover) -> Selection:
+    assert checkpoint is not None, "a checkpoint that is named is found or refused"
+    if failure := prover.failure(checkpoint):
+        remedy = "Name another checkpoint, or leave --resume out for the newest whole one"
+        raise JobError([Problem("resume", str(checkpoint.path), failure, remedy)])
+    return Selection(checkpoint)
+
+
+def _newest_proven(candidates: Candidates, prover: Prover) -> Selection:
+    """Go down from the newest until all ranks have the same one and its digests match."""
+    below = None
+    while True:
+        place, checkpoint = candidates.newest(below)
+        places = gather_objects(prover.parallel, place)
+        if any(each != place for each in places):
+            # Hosts without a common file system: what one of them lacks, none can use.
+            if checkpoint is not None and place != min(places):
+                lacking = places.index(min(places))
+                candidates.passed[str(checkpoint.path)] = f"is not complete on the host of rank {lacking}"
+            below = min(places) + 1
+        elif checkpoint is None:
+            break
+        elif failure := prover.failure(checkpoint):
+            candidates.passed[str(checkpoint.path)] = failure
+            below = place
+        else:
+            return Selection(checkpoint, candidates.notes(checkpoint))
+    if place == NOTHING and any(gather_objects(prover.parallel, candidates.exist)):
+        raise candidates.refusal()
+    return Selection()
