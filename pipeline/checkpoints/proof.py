@@ -52,15 +52,18 @@ class Prover:
         local_rank: This rank's number on its host.
         allowed: Names that files may ask for beyond the pipeline's own.
         say: Prints a line for the user, on rank 0.
+        stopped: Whether this rank was asked to stop: then nothing will be loaded, and the proof is given up.
     """
 
     parallel: Parallel
     local_rank: int
     allowed: Collection[str] = ()
     say: Callable[[str], None] = lambda line: None
+    stopped: Callable[[], bool] = lambda: False
 
     def failure(self, checkpoint: Checkpoint) -> str | None:
-        """What is wrong with the checkpoint, the same on every rank; None if every digest matches.
+        """What is wrong with the checkpoint, the same on every rank; None if every digest matches, or a stop
+        came before that was seen.
 
         Raises:
             JobError: on every rank: its files are whole, but would call what is not allowed.
@@ -91,7 +94,9 @@ class Prover:
         total = sum(entry.bytes for entry in checkpoint.files.values())
         while True:
             mine = _advance(reading, time.monotonic() + ROUND_SECONDS)
-            all_of_us = gather_objects(self.parallel, mine)
+            stops, all_of_us = zip(*gather_objects(self.parallel, (self.stopped(), mine)), strict=True)
+            if any(stops):
+                return None
             if failures := [each.failure for each in all_of_us if each.failure]:
                 return failures[0]
             if all(each.done for each in all_of_us):

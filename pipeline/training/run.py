@@ -121,10 +121,12 @@ def run(
     start_distributed(job.world.device, environment.local_rank, GROUP_TIMEOUT)
     parallel = Parallel.create(job.mesh, GROUP_TIMEOUT)
     stop.ranks_met()
-    prover = Prover(parallel, environment.local_rank, job.options.allow_pickle, console.message)
-    agreed = agree_on_checkpoint(job, selection, prover)
-    if agreed.checkpoint != checkpoint:  # another one than the manifests alone had promised
-        selection, checkpoint = agreed, agreed.checkpoint
+    stopped = lambda: stopping.code() != 0  # noqa: E731
+    allowed = job.options.allow_pickle
+    prover = Prover(parallel, environment.local_rank, allowed, console.message, stopped)
+    selection = agree_on_checkpoint(job, selection, prover)
+    if selection.checkpoint != checkpoint:  # another one than the manifests alone had promised
+        checkpoint = selection.checkpoint
         state = checkpoint.state if checkpoint else TrainState()
         console = new_console(resume_step=state.step)
         data = _data(job, state, rank, console, remote)
@@ -308,7 +310,13 @@ def _saves(
         data.tokenizer.save(folder / TOKENIZER_FOLDER)  # so that a checkpoint can go elsewhere alone
 
     return RunSaves(
-        Saver(engine, job, in_background=job.options.async_save, companions=companions),
+        Saver(
+            engine,
+            job,
+            in_background=job.options.async_save,
+            companions=companions,
+            say=console.message if engine.parallel.rank == 0 else print,
+        ),
         saved=saved,
         on_failure="stop" if job.options.save_failure == "stop" else "continue",
         with_progress=lambda state: replace(state, data=data.order.progress(state.consumed_samples)),

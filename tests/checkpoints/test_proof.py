@@ -179,6 +179,14 @@ def outcomes_by_host(jobs: list[list[Job]]) -> list[Any]:
     return [outcome(each[rank], parallel) for each in jobs]
 
 
+def test_a_stop_ends_the_proof(tmp_path: Path):
+    """What is not loaded need not be proven: a host may have seconds left to live."""
+    flip_a_bit(three(tmp_path) / "global_step3" / "shards.json")
+    job = job_in(tmp_path)
+    prover = Prover(Parallel.single(), 0, stopped=lambda: True)
+    assert agree_on_checkpoint(job, select_checkpoint(job), prover).checkpoint.state.step == 3
+
+
 def test_both_kinds_of_digests_are_read(tmp_path: Path):
     path = saved(tmp_path)
     torch.save({}, path / "sub" / "shard.pt")
