@@ -60,9 +60,6 @@ def option_problems(options: Options) -> list[Problem]:
         rule = "is neither continue nor stop"
         problems.append(Problem("save_failure", options.save_failure, rule, "Correct --save_failure"))
     problems += _time_problems(options)
-    if options.keep_every is not None and options.keep_last is None:
-        rule = "says what is kept beside the newest checkpoints, and not how many of these are"
-        problems.append(Problem("keep_every", options.keep_every, rule, "Give --keep_last, too"))
     for name in options.allow_pickle:
         if not _DOTTED.fullmatch(name):
             rule = "is not MODULE.NAME"

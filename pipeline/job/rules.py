@@ -135,6 +135,8 @@ RULES: tuple[Rule, ...] = (
          "a length is said once", training.one_length),
     Rule("evaluation", "Evaluation needs validation sets, or held-out documents beside those to train on",
          "training data is no test", training.evaluation),
+    Rule("retention", "keep_every needs keep_last",
+         "it says what is kept beside the newest checkpoints", training.retention),
     Rule("sample", "A sample needs a prompt", "the model continues something", training.prompt),
     Rule("output folder", "A folder that holds a run takes that model, data, sequence length and seed only; "
          "with checkpoints it is not started anew",

@@ -121,6 +121,12 @@ def _one_text(paths: Sequence[str]) -> bool:
     )
 
 
+def retention(f: Facts) -> Iterable[Problem]:
+    if f.options.keep_every is not None and f.options.keep_last is None:
+        rule = "says what is kept beside the newest checkpoints, and not how many of these are"
+        yield Problem("keep_every", f.options.keep_every, rule, "Give --keep_last, too")
+
+
 def prompt(f: Facts) -> Iterable[Problem]:
     if f.options.sample_tokens > 0 and not f.options.sample_prompt:
         rule = "a sample continues a text of at least one character"

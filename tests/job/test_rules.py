@@ -129,6 +129,7 @@ CASES: list[tuple[str, dict[str, Any], tuple, dict[str, Any], str, str]] = [
     ("SGD's rate", {"optimizer": {"type": "SGD"}}, ((2,), CPU), {}, "optimizer.params.lr", "meant for AdamW"),
     ("one run length", {}, ((2,), CPU), {"train_steps": 3, "train_tokens": 9}, "train_tokens", "second time"),
     ("evaluation", {}, ((2,), CPU), {"eval_fraction": 0.0}, "eval_fraction", "nothing to evaluate"),
+    ("retention", {}, ((2,), CPU), {"keep_every": 5}, "keep_every", "not how many of these"),
     ("sample", {}, ((2,), CPU), {"sample_prompt": ""}, "sample_prompt", "at least one character"),
     ("data", {}, ((2,), CPU), {"data": ("/no/such/file",)}, "data", "does not exist"),
     ("data", {}, ((2,), CPU), {"data": (str(Path(__file__).parents[2] / "ds_configs" / "zero1.json"),)},
