@@ -1,17 +1,8 @@
-"""A checkpoint written anew without its layout, parameter by parameter, by one process.
-
-    out.partial/task.json        what is made from what; another task's work is thrown away
-                written/<name>   which files of a parameter are on the disk; it is not written a second time
-                checkpoint/      takes the name `out` when its manifest is on the disk
-                lock             one process at a time
-
-A crash at any moment leaves either no `out` or a complete one, and the next call goes on.
-"""
+"""A checkpoint written anew without its layout, parameter by parameter, by one process."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -19,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.checkpoints.digests import digest_of
 from pipeline.checkpoints.folder import (
     MANIFEST,
-    PARTIAL,
     Checkpoint,
     FileEntry,
     files_below,
@@ -38,64 +29,14 @@ from pipeline.checkpoints.universal import (
     write_common,
     write_parameter,
 )
+from pipeline.checkpoints.workplace import Workplace
 from pipeline.data.locking import file_lock
 from pipeline.job.job import Job
 from pipeline.job.problems import JobError, Problem
 from pipeline.model.outline import parameter_cuts
-from pipeline.training.atomic_file import replaced_atomically, sync_files, sync_folder
+from pipeline.training.atomic_file import sync_files
 
 TOKENIZER = "tokenizer"
-
-
-@dataclass(frozen=True)
-class Workplace:
-    """The folder in which a conversion to `folder` is made."""
-
-    folder: Path
-
-    @property
-    def path(self) -> Path:
-        return self.folder.with_name(f"{self.folder.name}{PARTIAL}")
-
-    @property
-    def content(self) -> Path:
-        """The checkpoint."""
-        return self.path / "checkpoint"
-
-    def prepare(self, task: dict[str, Any]) -> None:
-        """Keep what an earlier call left of the same task; throw away anything else."""
-        if self._task() == task:
-            for unfinished in self.content.rglob("*.tmp*"):
-                unfinished.unlink()
-            return
-        (self.path / "task.json").unlink(missing_ok=True)  # first: a crash from here on leaves no task
-        for name in ("checkpoint", "written"):
-            shutil.rmtree(self.path / name, ignore_errors=True)
-            (self.path / name).mkdir()
-        with replaced_atomically(self.path / "task.json") as file:
-            file.write(json.dumps(task).encode())
-
-    def _task(self) -> Any:
-        path = self.path / "task.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-
-    def written(self, name: str) -> list[Written] | None:
-        """The files of a parameter, if all of them are on the disk."""
-        path = self.path / "written" / name
-        if not path.exists():
-            return None
-        files = [Written(*entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
-        return files if all((self.content / f.name).stat().st_size == f.bytes for f in files) else None
-
-    def note(self, name: str, files: list[Written]) -> None:
-        """All files of a parameter are on the disk."""
-        with replaced_atomically(self.path / "written" / name) as file:
-            file.write(json.dumps(files).encode())
-
-    def publish(self) -> None:
-        """Give the complete checkpoint its name."""
-        self.content.rename(self.folder)
-        sync_folder(self.folder.parent)
 
 
 @dataclass(frozen=True)
@@ -147,7 +88,7 @@ def convert(
             if not finished:
                 place.prepare(task)
                 _write(checkpoint, job, place, workers, report)
-            shutil.rmtree(place.path)
+            place.remove()
     except TimeoutError as error:
         remedy = "Wait for it, or name another folder"
         problem = Problem("FOLDER", str(folder), "another process is converting into it", remedy)
@@ -175,6 +116,9 @@ def _finished(folder: Path, task: dict[str, Any]) -> bool:
 def _write(
     checkpoint: Checkpoint, job: Job, place: Workplace, workers: int, report: Callable[[Progress], None]
 ) -> None:
+    if not place.is_proven:
+        prove(checkpoint, workers)
+        place.note_proof()
     source = open_source(checkpoint, job)
     done = {name: files for name in source.cuts if (files := place.written(name)) is not None}
     # The largest first, so that none of them is left for the end.
@@ -191,6 +135,26 @@ def _write(
     sync_files(place.content)
     write_converted_manifest(checkpoint, place.content, entries, layout_of(job))
     place.publish()
+
+
+def prove(checkpoint: Checkpoint, workers: int) -> None:
+    """Read every file of a checkpoint, before anything in it is interpreted.
+
+    Raises:
+        JobError: files are not what was saved.
+    """
+
+    def is_changed(name: str) -> bool:
+        digest = checkpoint.files[name].digest
+        # Manifests before format 2 have none.
+        return digest != "" and digest_of(checkpoint.path / name, digest.partition(":")[0]) != digest
+
+    with ThreadPoolExecutor(workers) as pool:
+        verdicts = pool.map(is_changed, checkpoint.files)
+        changed = [name for name, is_bad in zip(checkpoint.files, verdicts, strict=True) if is_bad]
+    if changed:
+        rule = f"is damaged: not as they were saved are {', '.join(changed)}"
+        raise JobError([Problem("CHECKPOINT", str(checkpoint.path), rule, "Name another checkpoint")])
 
 
 def open_source(checkpoint: Checkpoint, job: Job) -> Source:
@@ -224,7 +188,7 @@ def _write_parameters(
 ) -> Iterator[tuple[str, list[Written]]]:
     def write(name: str) -> tuple[str, list[Written]]:
         files = write_parameter(source, name, place.content)
-        place.note(name, files)
+        place.note_written(name, files)
         return name, files
 
     with ThreadPoolExecutor(workers) as pool:

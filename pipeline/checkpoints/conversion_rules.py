@@ -16,6 +16,7 @@ from pipeline.checkpoints.folder import (
     layout_of,
     read_checkpoint,
 )
+from pipeline.checkpoints.manifest import size_of
 from pipeline.job.job import Job
 from pipeline.job.options import RUN_FILE, CheckOptions
 from pipeline.job.problems import JobError, Problem
@@ -91,6 +92,10 @@ def conversion_problems(checkpoint: Checkpoint, job: Job) -> list[Problem]:
     if not checkpoint.has_shard_index:
         rule = f"has no {SHARDS}, without which only its own layout can read it"
         remedy = "Resume it in its own layout: the next checkpoint will have one"
+        problems.append(Problem("CHECKPOINT", path, rule, remedy))
+    if missing := [name for name in checkpoint.files if size_of(checkpoint.path / name) is None]:
+        rule = f"was saved on file systems of {checkpoint.hosts} hosts; not here are {', '.join(missing)}"
+        remedy = "Copy the folders of all hosts into one"
         problems.append(Problem("CHECKPOINT", path, rule, remedy))
     if there["nvme"]:
         rule = "has state on NVMe drives, which is not converted"

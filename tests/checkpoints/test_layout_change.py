@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import json
-import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,157 +18,19 @@ from pipeline.checkpoints.transfer import load_checkpoint, save_checkpoint
 from pipeline.cluster.world import Host, World
 from pipeline.job.options import parse_options
 from pipeline.job.resolve import resolve
+from pipeline.job.schema import KEYS
 from pipeline.parallel.parameters import cut_of
-from tests.checkpoints.layouts import LAYOUTS, arguments
+from tests.checkpoints.layouts import OPTIMIZERS, arguments, find
+from tests.checkpoints.matrices import BITS, FAST, FORMATS, OFFLINE, OTHER, RESHAPE, Row
+from tests.checkpoints.runs import BEFORE, STEPS, Runs, differences, differing_state, losses, saved
 from tests.checkpoints.small import start
-from tests.end_to_end.jobs import Fault, run_faulty_job
-from tests.harness import run_job, run_ranks
-
-BEFORE, STEPS = 2, 4
-TOLERANCE = 1e-5
-
-# Each axis alone, then several at once.
-FAST = (
-    ("dp2 zero1", "pp2"),
-    ("tp2", "dp2 zero3"),
-    ("dp2 zero3", "one"),
-)
-SLOW = (
-    ("dp2", "dp2 zero1"),
-    ("dp2 zero1", "dp2"),
-    ("dp2 zero1", "dp2 zero2"),
-    ("dp2 zero2", "dp2 zero3"),
-    ("dp2 zero3", "dp2 zero1"),
-    ("dp2 zero3", "dp2"),
-    ("dp2", "dp2 zero3"),
-    ("dp2", "dp2 zero2"),
-    ("dp2 zero2", "dp2"),
-    ("dp2 zero1", "dp2 zero3"),
-    ("dp2 zero2", "dp2 zero1"),
-    ("dp2 zero1", "dp4 zero1"),
-    ("dp4 zero3", "dp2 zero3"),
-    ("dp2 zero1", "dp4 zero3 second shard"),
-    ("dp4 zero3 second shard", "dp2 zero3"),
-    ("dp2 zero2 round robin", "dp2 zero2"),
-    ("dp2 zero2", "dp2 zero2 round robin"),
-    ("dp2 zero2 offload", "dp2 zero3 offload"),
-    ("dp2 zero3 offload", "dp2 zero2"),
-    ("one", "tp4"),
-    ("tp4", "tp2 zero3"),
-    ("tp2 zero3", "tp2"),
-    ("tp2", "sp2"),
-    ("sp2 zero1", "one"),
-    ("sp2", "pp2"),
-    ("pp2", "pp2 other boundaries"),
-    ("pp2 zero1", "pp4"),
-    ("pp4", "pp2 zero1"),
-    ("pp2", "dualpipev"),
-    ("dualpipev", "one"),
-    ("dualpipev zero1", "pp2 zero1"),
-    ("dp2 zero2", "dualpipev zero1"),
-    ("pp2 tp2 zero1", "dp2 zero3"),
-    ("dp2 zero3", "pp2 tp2 zero1"),
-    ("pp2 tp2", "tp2 sp2 zero2"),
-    ("tp2 sp2 zero2", "pp2 dp2 zero1"),
-    ("four-way", "dp2 zero3"),
-    ("dp2 zero3", "four-way"),
-)
-# Untied weights; in Llama's kind fewer key and value heads, gates, and norms shared by tensor ranks, too.
-OTHER_MODELS = (
-    ("untied", "pp2 zero1", "dp2 zero3"),
-    ("untied", "dp2 zero3", "pp2"),
-    ("untied", "pp2 tp2", "dualpipev zero1"),
-    ("untied", "tp2", "pp4"),
-    ("llama", "one", "tp2 zero3"),
-    ("llama", "pp2 tp2 zero1", "tp2 zero3"),
-    ("llama", "tp2 sp2 zero2", "pp2 tp2"),
-)
-OPTIMIZERS = (("pp2", "dp2 zero3"), ("dp2 zero3", "tp2"))
-# Weights of 16 bits are rounded masters: what is kept to the bit is the master.
-FORMATS = (
-    ("bf16 dp2 zero1", "bf16 pp2 zero1"),
-    ("bf16 pp2 zero1", "bf16 dp2 zero3"),
-    ("bf16 dp2 zero3", "bf16 dp2 zero0"),
-    ("bf16 dp2 zero0", "bf16 dp2 zero2"),
-    ("bf16 dp2 zero2", "dp2"),
-    ("dp2 zero3", "bf16 dp2 zero1"),
-    ("one", "bf16 dp2 zero0"),
-    ("bf16 dp2 zero1", "bf16 dp2 zero1 offload"),
-    ("bf16 dp2 zero1 offload", "tp2"),
-    ("bf16 pp2 zero0", "bf16 dp2 zero1"),
-    ("dp2 zero2", "bf16 pp2 zero0"),
-)
-
-
-def nothing(*_: Any) -> None:
-    """No fault."""
-
-
-class Runs:
-    """Runs of a folder, each trained once and copied from there."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    @functools.cache  # noqa: B019  lives as long as the module's tests
-    def trained(self, layout: str, steps: int, model: str = "tied", optimizer: str = "AdamW") -> Path:
-        """The folder of a run that was not stopped."""
-        name = f"{layout}, {steps}, {model}, {optimizer}"
-        command = arguments(self.folder, name, layout, steps=steps, model=model, optimizer=optimizer)
-        run_job(command, LAYOUTS[layout].ranks).check()
-        return self.folder / name
-
-    def resumed(self, first: str, second: str, fault: Fault = nothing, **options: str) -> tuple[Path, str]:
-        """The folder of a run that went on in another layout, and what it said."""
-        source = self.trained(first, BEFORE, **options)
-        name = f"{source.name} to {second}, {fault.__name__}"
-        shutil.copytree(source, self.folder / name)
-        command = arguments(self.folder, name, second, steps=STEPS, **options)
-        said = run_faulty_job(command, LAYOUTS[second].ranks, fault).check().stdout[0]
-        return self.folder / name, said
+from tests.end_to_end.jobs import Fault
+from tests.harness import run_ranks
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("layouts"))
-
-
-def losses(run: Path) -> list[tuple[int, float, float]]:
-    """Step, loss and consumed tokens."""
-    lines = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    return [(line["step"], line["loss"], line["tokens"]) for line in lines if "loss" in line]
-
-
-def saved(run: Path, step: int) -> Path:
-    return run / "checkpoints" / f"global_step{step}"
-
-
-def differences(runs: Runs, run: Path, **options: str) -> list[str]:
-    """In what a run that went on is not one rank that was never stopped: losses, weights, moments."""
-    whole = runs.trained("one", STEPS, **options)
-    found = []
-    for here, there in zip(losses(run), losses(whole), strict=True):
-        if here != (there[0], pytest.approx(there[1], rel=TOLERANCE), there[2]):
-            found.append(f"step, loss, tokens {here}, not {there}")
-    return found + run_ranks(differing_state, 1, saved(run, STEPS), saved(whole, STEPS), TOLERANCE)[0]
-
-
-def differing_state(one: Path, two: Path, tolerance: float) -> list[str]:
-    """What is not equal, in units of the largest value, in the stored state of two checkpoints."""
-    first, second = StoredState(one), StoredState(two)
-    found = [f"only in one: {name}" for name in first.cuts.keys() ^ second.cuts.keys()]
-    for name in first.cuts.keys() & second.cuts.keys():
-        if first.scalars(name) != second.scalars(name):
-            found.append(f"{name}: {first.scalars(name)} and {second.scalars(name)}")
-        keys = first.state_names(name)
-        if keys != second.state_names(name):
-            found.append(f"{name}: {keys} and {second.state_names(name)}")
-        length = torch.Size(first.cuts[name].full_shape).numel()
-        for key in (MASTER, *keys):
-            a, b = (state.read(name, key, Slice(None, 1, 0, 0, length)) for state in (first, second))
-            if not (a - b).abs().max() <= tolerance * a.abs().max():
-                found.append(f"{name}.{key}: {float((a - b).abs().max())} of {float(a.abs().max())}")
-    return found
 
 
 def convert(command: list[str], ranks: int, source: Path) -> list[str]:
@@ -192,52 +51,77 @@ def convert(command: list[str], ranks: int, source: Path) -> list[str]:
     return wrong
 
 
-def name(pair: tuple[str, str]) -> str:
-    return " to ".join(pair)
+def name(row: Row) -> str:
+    model, first, second = row
+    return f"{model}, {first} to {second}"
 
 
-def check(runs: Runs, first: str, second: str, **options: str) -> None:
-    run, said = runs.resumed(first, second, **options)
+def is_same(losses_here: list[float], runs: Runs, model: str) -> bool:
+    """Whether losses are those of one fp32 rank, to what the 8 bits of bf16 resolve: in 16 bits a layout's
+    sums are its own."""
+    whole = [loss for _, loss, _ in losses(runs.trained("one", STEPS, model))]
+    return losses_here == pytest.approx(whole, rel=2**-8)
+
+
+def check(runs: Runs, row: Row, optimizer: str = "AdamW") -> None:
+    model, first, second = row
+    run, said = runs.resumed(first, second, model=model, optimizer=optimizer)
     # Settings inside a ZeRO stage change what lies where in the files, and are no change of the layout.
     assert ("; layout changed: " in said) != ("round robin" in first + second)
-    assert differences(runs, run, **options) == []
+    assert differences(runs, run, model=model, optimizer=optimizer) == []
 
 
-@pytest.mark.parametrize("pair", FAST, ids=name)
-def test_another_layout_goes_on(pair: tuple[str, str], runs: Runs):
-    check(runs, *pair)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("pair", SLOW, ids=name)
-def test_further_layout_goes_on(pair: tuple[str, str], runs: Runs):
-    check(runs, *pair)
+@pytest.mark.parametrize("row", FAST, ids=name)
+def test_another_layout_goes_on(row: Row, runs: Runs):
+    check(runs, row)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "first", "second"), OTHER_MODELS)
-def test_other_models_go_on(model: str, first: str, second: str, runs: Runs):
-    check(runs, first, second, model=model)
+@pytest.mark.parametrize("row", [*RESHAPE, *OTHER], ids=name)
+def test_further_layout_goes_on(row: Row, runs: Runs):
+    check(runs, row)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["SGD", "momentum"])
-@pytest.mark.parametrize("pair", OPTIMIZERS, ids=name)
-def test_other_optimizers_go_on(optimizer: str, pair: tuple[str, str], runs: Runs):
-    check(runs, *pair, optimizer=optimizer)
+@pytest.mark.parametrize("row", FORMATS, ids=name)
+def test_other_formats_go_on(row: Row, runs: Runs):
+    model, first, second = row
+    run, _ = runs.resumed(first, second, model=model)
+    assert is_same([loss for _, loss, _ in losses(run)], runs, model)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", FORMATS, ids=name)
-def test_other_formats_go_on(pair: tuple[str, str], runs: Runs):
-    """In 16 bits a layout's sums are its own, so that the loss is compared at what 8 bits resolve."""
-    run, _ = runs.resumed(*pair)
-    whole = [loss for _, loss, _ in losses(runs.trained("one", STEPS))]
-    assert [loss for _, loss, _ in losses(run)] == pytest.approx(whole, rel=2**-8)
+@pytest.mark.parametrize("row", OFFLINE, ids=name)
+def test_an_offline_conversion_goes_on(row: Row, runs: Runs):
+    model, first, second = row
+    run, said = runs.resharded(first, second, model=model)
+    assert "; layout changed: " not in said
+    if "bf16" in first + second:
+        assert is_same([loss for _, loss, _ in losses(run)], runs, model)
+    else:
+        assert differences(runs, run, model=model) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["bf16 pp2 zero0", "bf16 dp2 zero0", "dp2 zero2 round robin"])
+@pytest.mark.parametrize("optimizer", [kind for kind in OPTIMIZERS if kind != "AdamW"])
+@pytest.mark.parametrize("row", [("tied", "pp2", "dp2 zero3"), ("tied", "dp2 zero3", "tp2")], ids=name)
+def test_other_optimizers_go_on(optimizer: str, row: Row, runs: Runs):
+    check(runs, row, optimizer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [kind for kind in OPTIMIZERS if kind != "AdamW"])
+def test_other_optimizers_are_converted_offline(optimizer: str, runs: Runs):
+    run, _ = runs.resharded("dp2 zero1", "tp2", optimizer=optimizer)
+    assert differences(runs, run, optimizer=optimizer) == []
+
+
+def test_every_optimizer_that_a_job_may_have_is_carried():
+    assert {values["type"] for values in OPTIMIZERS.values()} == set(KEYS["optimizer.type"].choices)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["bf16 pp2", "bf16 dp2", "dp2 zero2 round robin"])
 def test_the_same_layout_goes_on_to_the_bit(layout: str, runs: Runs):
     """Where DeepSpeed cannot read what it wrote, it is converted all the same."""
     run, said = runs.resumed(layout, layout)
@@ -246,12 +130,12 @@ def test_the_same_layout_goes_on_to_the_bit(layout: str, runs: Runs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", [*FAST, *SLOW, *FORMATS], ids=name)
-def test_not_a_bit_is_lost(pair: tuple[str, str], runs: Runs):
-    first, second = pair
-    source = saved(runs.trained(first, BEFORE), BEFORE)
-    run, ranks = f"{first} as {second}", LAYOUTS[second].ranks
-    command = arguments(runs.folder, run, second, steps=BEFORE)
+@pytest.mark.parametrize("row", [*FAST, *BITS], ids=name)
+def test_not_a_bit_is_lost(row: Row, runs: Runs):
+    model, first, second = row
+    source = saved(runs.trained(first, BEFORE, model), BEFORE)
+    run, ranks = f"{first} as {second}, {model}", find(second).ranks
+    command = arguments(runs.folder, run, second, steps=BEFORE, model=model)
     assert run_ranks(convert, ranks, command, ranks, source) == [[]] * ranks
     assert run_ranks(differing_state, 1, source, saved(runs.folder / run, BEFORE), 0.0) == [[]]
 
@@ -292,7 +176,7 @@ def weights_are_not_refreshed(*_: Any) -> None:
         (slices_are_exchanged, ("one", "tp2")),
         (weights_are_not_refreshed, ("one", "dp2 zero3")),
     ],
-    ids=lambda value: value.__name__ if callable(value) else name(value),
+    ids=lambda value: value.__name__ if callable(value) else " to ".join(value),
 )
 def test_the_comparison_sees_a_wrong_conversion(fault: Fault, pair: tuple[str, str], runs: Runs):
     run, _ = runs.resumed(*pair, fault)

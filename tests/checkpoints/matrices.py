@@ -1,0 +1,131 @@
+"""Which layout goes on in which other one, as tables.
+
+All pairs of layouts would be some ten thousand runs. The tables are pruned by rules that
+`test_matrices` checks:
+
+- `RESHAPE`, in fp32: for any two axes (or one twice) and any value of each, some row is saved with the one
+  and goes on with the other: saved with ZeRO 3, resumed on 4 stages; saved on 2 tensor ranks, resumed with
+  DualPipeV. And each value of each axis occurs on either side with tied and with untied weights.
+- `FORMATS`: for bf16 to bf16, bf16 to fp32 and fp32 to bf16, each value of each axis occurs on either side.
+- `OFFLINE` and `BITS`: each value of each axis, and each format, occurs on either side.
+
+`FAST` runs with every change; `OTHER` has what is no axis: settings that move things inside the files, the
+boundaries of stages, all four kinds at once, and a model with other parameters.
+"""
+
+from __future__ import annotations
+
+Row = tuple[str, str, str]  # weights, saved in, goes on in
+
+FAST: tuple[Row, ...] = (
+    ("tied", "dp2 zero1", "pp2"),
+    ("tied", "tp2", "dp2 zero3"),
+    ("tied", "dp2 zero3", "one"),
+)
+RESHAPE: tuple[Row, ...] = (
+    ("tied", "dp2 sp2 zero2", "tp4 zero3"),
+    ("tied", "dp4 zero3", "dp2 zero2"),
+    ("tied", "dp4 zero3", "dp4 zero3 offload"),
+    ("tied", "dp4 zero3", "dualpipev2 tp2"),
+    ("tied", "dp4 zero3", "one"),
+    ("tied", "dp4 zero3", "pp4 zero1"),
+    ("tied", "dp4 zero3", "sp2 zero1 offload"),
+    ("tied", "dualpipev2 zero1 offload", "zero2"),
+    ("tied", "pp2", "dp4 zero2 offload"),
+    ("tied", "pp2", "sp2 zero3"),
+    ("tied", "pp4 zero1", "dp4 zero2"),
+    ("tied", "tp2 zero3 offload", "dp2 zero2"),
+    ("tied", "tp2 zero3 offload", "dualpipev2 zero1"),
+    ("tied", "tp2 zero3 offload", "pp4 zero1 offload"),
+    ("tied", "tp2 zero3 offload", "tp4"),
+    ("tied", "tp2 zero3 offload", "zero3"),
+    ("tied", "tp4 zero2 offload", "tp4 zero3"),
+    ("tied", "zero1", "dualpipev2 dp2"),
+    ("tied", "zero1", "pp4 zero1"),
+    ("tied", "zero1", "sp2 zero3 offload"),
+    ("tied", "zero1", "tp2 zero1 offload"),
+    ("tied", "zero1", "zero2"),
+    ("untied", "dp2 sp2 zero2 offload", "dp2 zero1 offload"),
+    ("untied", "dp2 sp2 zero2 offload", "dp4 zero1"),
+    ("untied", "dp2 sp2 zero2 offload", "dualpipev2"),
+    ("untied", "dp2 sp2 zero2 offload", "pp4 zero1"),
+    ("untied", "dp2 sp2 zero2 offload", "sp2 tp2 zero3"),
+    ("untied", "dp2 sp2 zero2 offload", "zero2"),
+    ("untied", "dp4 zero3 offload", "tp4 zero2"),
+    ("untied", "dualpipev2", "dp2 tp2"),
+    ("untied", "dualpipev2", "dualpipev2 zero1"),
+    ("untied", "dualpipev2", "pp4"),
+    ("untied", "dualpipev2", "tp4 zero3"),
+    ("untied", "dualpipev2", "zero2 offload"),
+    ("untied", "dualpipev2 tp2 zero1 offload", "dp4 zero1"),
+    ("untied", "dualpipev2 tp2 zero1 offload", "sp2 tp2 zero3"),
+    ("untied", "pp4 zero1", "dp2"),
+    ("untied", "pp4 zero1", "dualpipev2"),
+    ("untied", "pp4 zero1", "pp4 zero1 offload"),
+    ("untied", "pp4 zero1", "sp2"),
+    ("untied", "pp4 zero1", "tp2 zero2 offload"),
+    ("untied", "pp4 zero1", "tp4 zero2 offload"),
+    ("untied", "pp4 zero1", "zero3 offload"),
+    ("untied", "tp4 zero3 offload", "dp2 sp2 zero2 offload"),
+    ("untied", "tp4 zero3 offload", "dp4 zero2 offload"),
+    ("untied", "tp4 zero3 offload", "dualpipev2 zero1 offload"),
+    ("untied", "tp4 zero3 offload", "pp4"),
+    ("untied", "tp4 zero3 offload", "tp2 zero3"),
+    ("untied", "tp4 zero3 offload", "zero1 offload"),
+    ("untied", "zero1", "dp4 zero2"),
+    ("untied", "zero1", "tp4 zero3 offload"),
+)
+OTHER: tuple[Row, ...] = (
+    ("tied", "dp2 zero1", "dp4 zero3 second shard"),
+    ("tied", "dp4 zero3 second shard", "dp2 zero3"),
+    ("tied", "dp2 zero2 round robin", "dp2 zero2"),
+    ("tied", "dp2 zero2", "dp2 zero2 round robin"),
+    ("tied", "pp2", "pp2 other boundaries"),
+    ("tied", "pp2 dp2 sp2 tp2 zero1", "dp2 zero3"),
+    ("tied", "dp2 zero3", "pp2 dp2 sp2 tp2 zero1"),
+    # fewer key and value heads, gates, and norms that tensor ranks share
+    ("llama", "one", "tp2 zero3"),
+    ("llama", "pp2 tp2 zero1", "tp2 zero3"),
+    ("llama", "sp2 tp2 zero2", "pp2 tp2"),
+)
+# Weights of 16 bits are rounded masters: what is kept is the master.
+FORMATS: tuple[Row, ...] = (
+    ("tied", "bf16", "bf16 zero2 offload"),
+    ("tied", "bf16", "zero1 offload"),
+    ("tied", "bf16 dp4 zero3 offload", "bf16 tp4 zero1 offload"),
+    ("tied", "bf16 dp4 zero3 offload", "pp4"),
+    ("tied", "bf16 tp2 zero3 offload", "bf16 tp2 zero1"),
+    ("tied", "bf16 tp2 zero3 offload", "tp2 zero3"),
+    ("tied", "bf16 tp4 zero3", "bf16 dp4 zero3 offload"),
+    ("tied", "bf16 tp4 zero3", "bf16 zero1"),
+    ("tied", "bf16 tp4 zero3", "tp4 zero1"),
+    ("tied", "dp4 zero2", "bf16"),
+    ("tied", "dualpipev2", "bf16 dp2 zero2 offload"),
+    ("tied", "tp4 zero2 offload", "bf16 dp4 zero1 offload"),
+    ("tied", "tp4 zero2 offload", "bf16 pp4"),
+    ("untied", "bf16 dp2 sp2 zero2", "bf16 dp2 sp2 zero3 offload"),
+    ("untied", "bf16 dp2 sp2 zero2", "bf16 pp4 zero1"),
+    ("untied", "bf16 dp2 sp2 zero2", "pp2 dp2 zero1"),
+    ("untied", "bf16 dp2 sp2 zero2", "zero2 offload"),
+    ("untied", "bf16 dualpipev2 zero1", "bf16 dualpipev2"),
+    ("untied", "bf16 dualpipev2 zero1", "dualpipev2"),
+    ("untied", "bf16 pp4", "bf16 zero2"),
+    ("untied", "bf16 pp4", "dp4 zero3 offload"),
+    ("untied", "bf16 pp4", "sp2 zero1"),
+    ("untied", "dp2 zero3 offload", "bf16 dualpipev2"),
+    ("untied", "pp4 zero1 offload", "bf16 tp4 zero2 offload"),
+    ("untied", "sp2 tp2 zero2", "bf16 pp2"),
+    ("untied", "zero1", "bf16 sp2 tp2 zero3"),
+    ("untied", "zero1", "bf16 zero1"),
+)
+OFFLINE: tuple[Row, ...] = (
+    ("tied", "bf16 tp2 zero3 offload", "tp2 zero3"),
+    ("tied", "dp4 zero3", "dp4 zero3 offload"),
+    ("tied", "dualpipev2", "bf16 dp2 zero2 offload"),
+    ("tied", "tp4 zero2 offload", "tp4 zero3"),
+    ("untied", "bf16 pp4", "sp2 zero1"),
+    ("untied", "dp2 sp2 zero2 offload", "dualpipev2"),
+    ("untied", "dp2 sp2 zero2 offload", "pp4 zero1"),
+    ("untied", "zero1", "bf16 zero1"),
+)
+BITS: tuple[Row, ...] = (*OFFLINE, *OTHER)
