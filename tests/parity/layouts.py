@@ -135,6 +135,8 @@ _BF16 = tuple(
         Case(pipeline=2, tensor=2, zero=1, accumulation=2, model="llama", **CLIP),
         Case(pipeline=2, data=3, batch=6, zero=1, accumulation=2),
         Case(pipeline=2, zero=1, accumulation=4, schedule="dualpipev"),
+        # a last stage with nothing but the tied weight
+        Case(pipeline=2, zero=1, accumulation=2, partition=(6, 1), **CLIP),
         Case(data=2, zero=0, accumulate="bf16", **CLIP),
         Case(pipeline=2, zero=0, accumulation=2, accumulate="bf16", **CLIP),
         Case(data=2, zero=2, zero_options=OPTIMIZER_ON_CPU),
