@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeline.checkpoints.manifest import SHARDS, Checkpoint, layout_of
+from pipeline.checkpoints.manifest import SHARDS, Checkpoint, layout_of, size_of
 from pipeline.checkpoints.select import differences, select_checkpoint
 from pipeline.job.job import Job
 from pipeline.job.problems import JobError, Problem
@@ -90,7 +90,7 @@ def _unreadable(checkpoint: Checkpoint, job: Job) -> str | None:
         reason = "one optimizer's state is nothing to another"
     elif there["nvme"] or here["nvme"]:
         reason = "state on NVMe drives is not converted"
-    elif not checkpoint.shared:
+    elif any(size_of(checkpoint.path / name) is None for name in checkpoint.files):  # not shared
         reason = "each of its hosts holds a part: copy all parts into one folder that every host sees"
     changes = ", ".join(layout_changes(checkpoint, job))
     return reason and f"was saved in another layout ({changes}), and {reason}"
