@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
 import torch
 from torch import nn
 
@@ -15,12 +18,9 @@ from pipeline.parallel.parameters import Cut, ParameterFactory, cut_of
 class OutlineFactory(ParameterFactory):
     """Makes parameters that take no memory, with the cut that they would have on several tensor ranks."""
 
-    def normal(self, name: str, shape: tuple[int, ...], std: float, dim: int | None = None) -> nn.Parameter:
-        """Of the full `shape`, to be cut along `dim`."""
-        return self.constant(shape, 0.0, dim)
-
-    def constant(self, shape: tuple[int, ...], value: float, dim: int | None = None) -> nn.Parameter:
-        """Of the full `shape`, to be cut along `dim`."""
+    def _make(
+        self, name: str, shape: tuple[int, ...], dim: int | None, draw: Callable[[], np.ndarray]
+    ) -> nn.Parameter:
         parameter = nn.Parameter(torch.empty(shape, device="meta"))
         parameter.cut = Cut(shape, dim)  # type: ignore[attr-defined]
         return parameter

@@ -89,9 +89,9 @@ def differing_state(one: Path, two: Path, tolerance: float) -> list[str]:
     for name in first.cuts.keys() & second.cuts.keys():
         if first.scalars(name) != second.scalars(name):
             found.append(f"{name}: {first.scalars(name)} and {second.scalars(name)}")
-        keys = first.state_names(name)
-        if keys != second.state_names(name):
-            found.append(f"{name}: {keys} and {second.state_names(name)}")
+        keys, others = sorted(first.state_names(name)), sorted(second.state_names(name))
+        if keys != others:
+            found.append(f"{name}: {keys} and {others}")
         length = torch.Size(first.cuts[name].full_shape).numel()
         for key in (MASTER, *keys):
             a, b = (state.read(name, key, Slice(None, 1, 0, 0, length)) for state in (first, second))

@@ -49,14 +49,14 @@ def test_each_parameter_is_made_by_one_rule(model: str, monkeypatch: pytest.Monk
     """Every parameter comes from a factory, once; none has a rule from elsewhere."""
     made: Counter[int] = Counter()
     keep: list[nn.Parameter] = []  # so that no two have the same id
-    cut = ParameterFactory._cut
+    make = ParameterFactory._make
 
     def counting(factory: ParameterFactory, *arguments: Any) -> nn.Parameter:
-        keep.append(cut(factory, *arguments))
+        keep.append(make(factory, *arguments))
         made[id(keep[-1])] += 1
         return keep[-1]
 
-    monkeypatch.setattr(ParameterFactory, "_cut", counting)
+    monkeypatch.setattr(ParameterFactory, "_make", counting)
     module = built(MODELS[model], 2, 0)
     assert made == Counter(id(parameter) for parameter in module.parameters())
 
