@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import memory, throughput
+from benchmarks import checkpoint, memory, throughput
 from benchmarks.workers import Clock, WorkerFailed, WorkerGroup
 from pipeline.cluster.rank_environment import RankEnvironment
 
@@ -94,6 +94,22 @@ def test_loss_curves_of_one_precision_are_equal(tmp_path: Path, small: list[str]
     assert len(values["curves"]["cpu-fp32"]) == 4
 
 
+@pytest.mark.slow
+def test_checkpoints_are_measured_beside_their_bare_equivalents(tmp_path: Path, small: list[str]):
+    (tmp_path / "disk").mkdir()
+    arguments = f"--device cpu --rounds 1 --only bf16-zero1 --folder {tmp_path / 'disk'}".split()
+    code, values = run_benchmark("checkpoint", tmp_path, [*small, *arguments])
+    assert code == 0
+    (case,) = values["cases"]
+    assert set(case["ratios"]) == set(checkpoint.TARGETS)
+    timed = {name: seconds for name, seconds in case["seconds"].items() if name != "slowed"}
+    assert all(len(seconds) == 1 and seconds[0] > 0 for seconds in timed.values())
+    # What is beside the shards weighs as much as those of a model this small.
+    formula = 14 * case["parameters"]
+    assert formula < case["bytes"] < formula + 2**20
+    assert list((tmp_path / "disk").iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -107,6 +123,14 @@ def test_a_comparison_that_cannot_run_is_refused(
     arguments: str, named: str, small: list[str], capsys: pytest.CaptureFixture[str]
 ):
     assert throughput.main([*small, "--device", "cpu", *arguments.split()]) == 2
+    assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("arguments", "named"), [("--rounds 0", "rounds"), ("--only zero9", "zero9")])
+def test_checkpoints_that_cannot_be_measured_are_refused(
+    arguments: str, named: str, capsys: pytest.CaptureFixture[str]
+):
+    assert checkpoint.main(["--device", "cpu", *arguments.split()]) == 2
     assert named in capsys.readouterr().err
 
 
