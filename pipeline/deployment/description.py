@@ -26,7 +26,7 @@ _SECRET_VARIABLE = re.compile(r"(^|_)(key|secret|token|password|passwd)(_|$)", r
 # The manifest decides these: each pod starts its own ranks, and the first pod is the rendezvous.
 _MANIFESTS_OWN = (
     *("launcher", "launcher_args", "ssh_port", "no_ssh_check", "no_ssh", "node_rank"),
-    *("master_addr", "master_port"),
+    *("master_addr", "master_port", "launch_addr"),
 )
 
 

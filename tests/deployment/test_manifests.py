@@ -214,7 +214,7 @@ REFUSED = [
     (["--validation", "dev=https://host/x.txt?sig=hush"], "data", "holds credentials"),
     (["--node_rank", "1"], "node_rank", "the manifest decides"),
     (["--launcher", "openmpi"], "launcher", "the manifest decides"),
-    (["--stop_timeout", "0"], "stop_timeout", "above 0"),
+    (["--stop_timeout", "0"], "stop_timeout", "at least"),
     (["--hostfile", "hostfiles/none"], "hostfile", "cannot be read"),
     (["--num_nodes", "5"], "num_nodes", "4"),
 ]
