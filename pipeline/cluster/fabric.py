@@ -37,12 +37,14 @@ class FabricTest:
     Attributes:
         silent: (host's number, why) of those that said nothing.
         unreached: (from, to, why): host numbers between which no connection is made.
+        started: Whether the ranks were started, because every host reached every other.
         events: Of the ranks, in the order of arrival.
     """
 
     world: World
     silent: list[tuple[int, str]] = field(default_factory=list)
     unreached: list[tuple[int, int, str]] = field(default_factory=list)
+    started: bool = False
     events: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -94,7 +96,7 @@ def _request(
         "host": number,
         "slots": [each.slots for each in world.hosts],
         "first_rank": sum(each.slots for each in world.hosts[:number]),
-        "devices": list(host.devices) if world.device == "cuda" else [None] * host.slots,
+        "devices": list(host.devices) if world.device == "cuda" else None,
         "address": address,
         "port": port,
         "environment": dict(environment),
@@ -131,6 +133,7 @@ def _answers(found: FabricTest, sessions: Sequence[Session]) -> list[dict[str, A
 
 def _measure(found: FabricTest, sessions: Sequence[Session], deadline: float) -> None:
     """Start the ranks and take down what they say, until all have ended or one has failed."""
+    found.started = True
     for session in sessions:
         session.say("{}")
     while any(not session.ended for session in sessions) and time.monotonic() < deadline:

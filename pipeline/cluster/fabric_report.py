@@ -26,7 +26,7 @@ Pair = tuple[int, int]
 def fabric_problems(found: FabricTest) -> list[Problem]:
     """Errors for what is cut, fails or gives wrong sums; warnings for what is slow."""
     problems = [*_silent(found), *_unreached(found)]
-    if found.events:
+    if found.started:
         problems += [*_failed(found), *_wrong(found), *_slow_sends(found), *_slow_groups(found)]
     return problems
 
@@ -50,7 +50,7 @@ def _failed(found: FabricTest) -> Iterator[Problem]:
     failures = [event for event in found.events if event["at"] == "failed"]
     killed = [event for event in found.events if event["at"] == "ended" and event["code"] < 0]
     remedy = "Set NCCL_DEBUG=INFO in .deepspeed_env and try again; see dmesg on that host"
-    if failures:
+    if failures and not killed:  # those of the others are closed connections
         first = failures[0]
         rule = f"it fails after '{first['after']}' ({first['error'].splitlines()[0]})"
         yield Problem(_name(found, first["rank"]), first["after"], rule, remedy)
@@ -64,7 +64,7 @@ def _failed(found: FabricTest) -> Iterator[Problem]:
     hanging = [rank for rank in range(found.world.size) if last.get(rank) != "done"]
     if hanging:
         names = few(_name(found, rank) for rank in hanging)
-        at = last.get(hanging[0], "starting")
+        at = last.get(hanging[0], "the start")
         yield Problem(names, at, f"no end after '{at}': a link of theirs swallows what is sent", remedy)
 
 

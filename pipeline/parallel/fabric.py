@@ -57,7 +57,10 @@ def run_rank(place: Place, address: str, port: int, seconds: float, say: Say) ->
         torch.cuda.set_device(device)
     torch.set_num_threads(1)
     world = sum(place.slots)
-    dist.init_process_group(backend, f"tcp://{address}:{port}", timedelta(seconds=seconds), world, place.rank)
+    dist.init_process_group(
+        backend, f"tcp://{address}:{port}", timedelta(seconds=seconds), world, place.rank,
+        device_id=device if backend == "nccl" else None,
+    )  # fmt: skip
     say({"at": "joined"})
     _collectives(place, device, say)
     for receiver, sender, result in _sends(place, device):

@@ -9,6 +9,7 @@ When its standard input ends - the one who asked is gone - it and its ranks end.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -61,27 +62,42 @@ def _connect(address: tuple[str, int]) -> str | None:
 
 def _run_ranks(request: dict[str, Any]) -> int:
     os.environ.update(request["environment"])
+    devices = request["devices"]
+    if devices is not None:  # as the launcher does: a rank's GPU is then its slot
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
     import pipeline.parallel.fabric  # noqa: F401 - once, before the forks: it takes seconds
 
     read_end, write_end = os.pipe()
-    children = []
-    for slot, device in enumerate(request["devices"]):
+    children: dict[int, int] = {}
+    for slot in range(request["slots"][request["host"]]):
         child = os.fork()
         if child == 0:
             os.close(write_end)
-            os._exit(_rank(request, slot, device, read_end))
-        children.append(child)
-    threading.Thread(target=_end_with_input, daemon=True).start()
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    for slot, code in enumerate(codes):
+            os._exit(_rank(request, slot, None if devices is None else slot, read_end))
+        children[child] = request["first_rank"] + slot
+    signal.signal(signal.SIGALRM, lambda *_: _end(children))
+    threading.Thread(target=_end_with_input, args=(children,), daemon=True).start()
+    worst = 0
+    while children:
+        child, status = os.wait()
+        rank, code = children.pop(child), os.waitstatus_to_exitcode(status)
+        worst = worst or abs(code)
         if code != 0:
-            _say({"at": "ended", "rank": request["first_rank"] + slot, "code": code})
-    return 0 if not any(codes) else 1
+            _say({"at": "ended", "rank": rank, "code": code})
+    return 1 if worst else 0
 
 
-def _end_with_input() -> None:
-    """Ends the process; its ranks follow, because the pipe that they watch closes with it."""
+def _end_with_input(children: dict[int, int]) -> None:
     sys.stdin.read()
+    _end(children)
+
+
+def _end(children: dict[int, int]) -> None:
+    """Ends the ranks, a stopped or hanging one, too. Were this process killed, they would end with the pipe
+    that they watch."""
+    for child in list(children):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
     os._exit(1)
 
 
@@ -89,6 +105,7 @@ def _rank(request: dict[str, Any], slot: int, device: int | None, lifeline: int)
     from pipeline.parallel.fabric import Place, run_rank
 
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(request["seconds"])
     rank = request["first_rank"] + slot
     place = Place(tuple(request["slots"]), rank, device)

@@ -19,7 +19,7 @@ GB = 1e9
 def measured(hosts: int, slots: int, slow: dict[tuple[int, int], float] | None = None) -> FabricTest:
     """A test in which every link has 20 GB/s, those between the hosts of a pair in `slow` less."""
     world = World(tuple(Host(f"h{number}", slots) for number in range(1, hosts + 1)), "cuda")
-    found = FabricTest(world)
+    found = FabricTest(world, started=True)
     found.events = [{"rank": rank, "at": "joined"} for rank in range(world.size)]
     for kind, each in groups([slots] * hosts).items():
         for ranks in each:
@@ -100,7 +100,8 @@ def test_the_first_failure_is_named_and_not_its_consequences() -> None:
 
 def test_a_killed_rank_is_named_with_its_signal() -> None:
     found = measured(2, 2)
-    found.events = [*found.events[:4], {"rank": 1, "at": "ended", "code": -9}]
+    closed = {"rank": 0, "at": "failed", "after": "joined", "error": "Connection closed by peer"}
+    found.events = [*found.events[:4], closed, {"rank": 1, "at": "ended", "code": -9}]
     (problem,) = fabric_problems(found)
     assert (problem.key, problem.rule) == ("rank 1 (h1)", "it is killed by signal 9")
 
@@ -110,6 +111,13 @@ def test_ranks_that_come_to_no_end_are_named() -> None:
     found.events = [event for event in found.events if event["rank"] != 3 or event["at"] == "joined"]
     (problem,) = fabric_problems(found)
     assert problem.key == "rank 3 (h2)" and "no end after 'joined'" in problem.rule
+
+
+def test_ranks_that_never_say_a_word_are_named() -> None:
+    found = measured(1, 2)
+    found.events = []
+    (problem,) = fabric_problems(found)
+    assert problem.key == "rank 0 (h1), rank 1 (h1)" and "no end after 'the start'" in problem.rule
 
 
 def test_silent_hosts_and_cut_links() -> None:

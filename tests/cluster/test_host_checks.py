@@ -61,6 +61,7 @@ FAULTS = [
     ({"limits": {"locked": [65536, 65536]}}, "locked memory", "error", "locks its buffers for mlx5_0"),
     ({"folders": {"/nfs/runs": OUTPUT | {"writable": False}}}, "free disk", "error", "may not be written"),
     ({"folders": {"/nfs/runs": OUTPUT | {"free": GIB}}}, "free disk", "error", "the job needs 2 GiB"),
+    ({"folders": {"/nfs/runs": OUTPUT | {"nearest": "/"}}}, "free disk", "warning", "is /, and /nfs else"),
     ({"locks": [LOCK]}, "compiled ops", "error", "no process holds this lock"),
     ({"clock": 75.0}, "clock", "error", "75 s ahead of"),
     ({"clock": -5.0}, "clock", "warning", "5 s behind"),

@@ -30,6 +30,17 @@ def _folder_test(report: HostReport, survey: Survey) -> Wrong | None:
     return None
 
 
+def _nearest(check: Check, survey: Survey) -> Iterator[Wrong]:
+    """A mount that is missing on one host shows in the folder above it."""
+    for path in survey.here["folders"] if not failed(survey.here, "folders") else ():
+        nearest = {each.host.name: each.facts["folders"][path]["nearest"] for each in known(check, survey)}
+        deepest = max(nearest.values(), key=len, default="")
+        for name, found in nearest.items():
+            if len(found) < len(deepest):
+                rule = f"the nearest folder that exists there is {found}, and {deepest} elsewhere"
+                yield Wrong(name, path, rule, "Is a file system not mounted on {host}?", "warning")
+
+
 def _show_folders(found: dict[str, Any]) -> str:
     return "; ".join(f"{size(each['free'])} free ({each['type']})" for each in found.values())
 
@@ -153,7 +164,7 @@ def _lost(report: HostReport, survey: Survey) -> Wrong | None:
 
 SYSTEM = (
     Check(
-        "free disk", "folders", _show_folders, (each(_folder_test),),
+        "free disk", "folders", _show_folders, (each(_folder_test), _nearest),
         "Make room, or name another folder (--output_dir, --cache_dir)",
     ),
     Check(
