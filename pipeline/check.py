@@ -6,16 +6,19 @@ Takes the options of ``./launch.sh``. Exit code 0 if the job can start, 2 with e
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 from pipeline.checkpoints.resume import examine_resume
 from pipeline.checkpoints.space import checkpoint_bytes, space_problems
+from pipeline.cluster.deepspeed_env import deepspeed_env
 from pipeline.cluster.environment import environment_problems, examine_environment, training_devices
 from pipeline.cluster.environment_table import environment_table
-from pipeline.cluster.fabric import exported_variables, run_fabric_test
+from pipeline.cluster.fabric import run_fabric_test
 from pipeline.cluster.fabric_report import fabric_problems, fabric_tables
 from pipeline.cluster.hosts.host_check import HostCheck, ask_job_hosts, way_to
 from pipeline.cluster.hosts.table import hosts_table
@@ -107,6 +110,7 @@ def check(
     except JobError as error:
         draft = examine(options, None, error.problems)
     draft.problems += launcher_problems(launcher)
+    draft.problems += deepspeed_env(Path.home(), Path.cwd(), os.environ, launcher.launcher)[1]
     if draft.world is not None:
         draft.problems += launcher_world_problems(launcher, draft.world)
     if draft.job is not None:
@@ -144,7 +148,7 @@ def check_links(found: HostCheck, launcher: LauncherOptions) -> list[Problem]:
         return []
     tested = run_fabric_test(
         found.world, way_to(found.world, launcher), found.addresses,
-        launcher.master_port or found.port or free_port(), exported_variables(found.exported),
+        launcher.master_port or found.port or free_port(), found.exported,
     )  # fmt: skip
     console().print(*fabric_tables(tested), sep="\n")
     return fabric_problems(tested)

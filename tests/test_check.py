@@ -184,3 +184,13 @@ def test_a_wrong_command_line_exits_with_2(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(arguments)
     assert stop.value.code == 2
+
+
+def test_files_of_variables_that_the_launcher_breaks_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".deepspeed_env").write_text("# NCCL_DEBUG=hunter2\n")
+    assert main(["--world_size", "2", "--model", "tiny", "--output_dir", str(tmp_path / "run")]) == 2
+    shown = capsys.readouterr().out
+    assert f"{tmp_path}/.deepspeed_env line 1" in shown and "hunter2" not in shown

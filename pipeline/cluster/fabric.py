@@ -7,7 +7,6 @@ here ──ssh──> fabric_host on each host ──fork──> a rank per slot
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
 import time
@@ -78,14 +77,6 @@ def run_fabric_test(
         said = close_all(sessions)
     found.silent = [(number, failure_of(said[number]).rule) for number, _ in found.silent]
     return found
-
-
-def exported_variables(
-    exported: Mapping[str, str], environ: Mapping[str, str] = os.environ
-) -> dict[str, str]:
-    """What the launcher would set for the ranks: those of .deepspeed_env, and this machine's own of NCCL."""
-    own = {name: value for name, value in environ.items() if name.startswith(("NCCL_", "UCX_"))}
-    return {**own, **exported}
 
 
 def _request(

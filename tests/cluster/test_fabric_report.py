@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.cluster.fabric import FabricTest, exported_variables
+from pipeline.cluster.fabric import FabricTest
 from pipeline.cluster.fabric_report import fabric_problems, fabric_tables
 from pipeline.cluster.hostfile import Host
 from pipeline.cluster.world import World
@@ -145,9 +145,3 @@ def test_many_hosts_are_summed_up_and_none_need_no_table(capsys: pytest.CaptureF
     assert "between hosts 3 20 20" in text and "inside hosts 20 20 20" in text
     assert shown(FabricTest(measured(2, 2).world), capsys) == ""
     assert shown(measured(1, 1), capsys) == ""
-
-
-def test_ranks_get_what_the_launcher_would_set() -> None:
-    environ = {"NCCL_DEBUG": "INFO", "HOME": "/root", "NCCL_IB_HCA": "mlx5"}
-    exported = {"NCCL_IB_HCA": "mlx5_1", "GLOO_SOCKET_IFNAME": "eth0"}
-    assert exported_variables(exported, environ) == {"NCCL_DEBUG": "INFO", **exported}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pipeline.cluster.deepspeed_env import deepspeed_env
 from pipeline.cluster.devices import BF16_CAPABILITY
+from pipeline.cluster.forwarded import forwarded
 from pipeline.cluster.hostfile import Host
 from pipeline.cluster.hosts.ask import (
     ANSWER_SECONDS,
@@ -64,7 +65,7 @@ class HostCheck:
         world: The job's world with the devices that the hosts have.
         survey: Every answer.
         problems: What is wrong, grouped by host where hosts have the same.
-        exported: Variables that the launcher sets on every host; may be secrets.
+        exported: Variables that the launch sets on every host; may be secrets.
     """
 
     world: World
@@ -114,7 +115,7 @@ class AskedHosts:
     Attributes:
         world: The job's world with the devices that the hosts have.
         survey: Every answer.
-        exported: Variables that the launcher sets on every host.
+        exported: Variables that the launch sets on every host; may be secrets.
         problems: Of this machine, which starts the job.
     """
 
@@ -143,10 +144,8 @@ def ask_job_hosts(
         environ: Of the launch; DS_ACCELERATOR decides, as it does in ranks.
         seconds: After which a host that has not answered is given up.
     """
-    exported, problems = {}, []
-    if not world.is_local:
-        exported, problems = deepspeed_env(Path.home(), Path.cwd(), environ, launcher.launcher)
-        problems += _launcher_problems(launcher)
+    files, _ = deepspeed_env(Path.home(), Path.cwd(), environ)
+    exported = dict(forwarded({} if world.is_local else environ, files))
     question = ask_about(world, launcher, options, exported)
     answers = ask_hosts(world.hosts, question, way_to(world, launcher), seconds)
     found = world_found(world, answers, environ)
@@ -157,6 +156,7 @@ def ask_job_hosts(
         world_size=world.size,
         interface=exported.get("GLOO_SOCKET_IFNAME"),
     )
+    problems = () if world.is_local else _launcher_problems(launcher)
     return AskedHosts(found, survey, exported, tuple(problems))
 
 
