@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cluster import launch
+from pipeline.cluster import launch, running
+from pipeline.cluster.lease import Timing
 from pipeline.cluster.running import only_job, running_problems
 from pipeline.job.problems import EXIT_WRONG_JOB, JobError
 
@@ -43,6 +45,18 @@ def test_a_job_that_is_killed_leaves_the_folder_free(tmp_path: Path) -> None:
     assert running_problems(tmp_path) == []
 
 
+def test_a_file_system_without_locks_excludes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(running.fcntl, "flock", no_locks)
+    with only_job(tmp_path, Timing(settle=0.1)):
+        assert "another job is running" in running_problems(tmp_path)[0].rule
+        with pytest.raises(JobError, match="another job is running"), only_job(tmp_path):
+            pass
+    assert running_problems(tmp_path) == []
+
+
 def test_a_folder_that_cannot_be_made_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(JobError, match="cannot be written"), only_job(tmp_path / "file" / "folder"):
@@ -62,7 +76,9 @@ def test_a_rank_that_comes_too_late_for_the_check_is_refused_and_says_why(tmp_pa
     command = [sys.executable, ROOT / "pipeline" / "pretrain.py", "--output_dir", tmp_path]
     environment = os.environ | {"DS_ACCELERATOR": "cpu"}
     with only_job(tmp_path):
+        assert {path.name for path in tmp_path.iterdir()} == {"lock", "lease.json"}
         late = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert late.returncode == EXIT_WRONG_JOB, late.stderr
     assert "another job is running in this folder" in " ".join(late.stderr.split())
-    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+    assert f"(process {os.getpid()} on " in late.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]  # nothing else was written

@@ -1,0 +1,244 @@
+"""Who works in a folder, where locks of files may not reach every host: a lease that is renewed. No torch.
+
+    lease.json   {"holder": "5b1f..", "host": "node1", "boot": "..", "processes": "..", "pid": 7,
+                  "started": 1712345678.9, "beat": 42}
+
+The holder renews the file every few seconds by counting `beat` up. Whoever else wants the folder watches the
+file: if it stays the same for long enough, by the watcher's own clock, its holder is gone. Clocks of two
+hosts are never compared. Where the holder ran on this very system, its process tells at once.
+
+The new holder writes its own lease, waits a moment and looks whether it is still there: of two that came at
+the same time the later writer stays. A holder that finds another's lease in place of its own has been taken
+for dead (a host that slept, say), and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import psutil
+
+LEASE_FILE = "lease.json"
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_PROCESSES = Path("/proc/self/ns/pid")
+
+
+@dataclass(frozen=True)
+class Lease:
+    """What the file says.
+
+    Attributes:
+        holder: Drawn by chance, once for each start.
+        boot: Names one run of the holder's operating system.
+        processes: Names the space that `pid` belongs to: containers have their own.
+        started: When that process was started, so that another one with its number is told apart.
+        beat: How often it was renewed.
+    """
+
+    holder: str
+    host: str
+    boot: str
+    processes: str
+    pid: int
+    started: float
+    beat: int = 0
+
+
+def own_lease() -> Lease:
+    """A lease for this process."""
+    process = psutil.Process()
+    return Lease(
+        holder=secrets.token_hex(8),
+        host=socket.gethostname(),
+        boot=_BOOT.read_text(encoding="ascii").strip() if _BOOT.exists() else "",
+        processes=str(_PROCESSES.stat().st_ino) if _PROCESSES.exists() else "",
+        pid=process.pid,
+        started=process.create_time(),
+    )
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds, all on one host's own clock.
+
+    Attributes:
+        beat: Between two renewals.
+        expiry: How long a lease must stay the same for its holder to be gone; nine beats.
+        look: Between two looks of a watcher. A look that hangs counts as two: a file system that stood still
+            for the watcher did so for the holder.
+        settle: Before a new holder looks whether it is the only one.
+    """
+
+    beat: float = 5.0
+    expiry: float = 45.0
+    look: float = 1.0
+    settle: float = 2.0
+
+
+class LeaseTaken(Exception):
+    """Somebody else works in the folder.
+
+    Attributes:
+        lease: Whose it is; None where the file is not readable, but changes.
+    """
+
+    def __init__(self, lease: Lease | None) -> None:
+        super().__init__(lease)
+        self.lease = lease
+
+
+def _end_at_once(message: str) -> None:
+    os.write(2, f"{message}\n".encode())
+    os._exit(1)  # from a thread, and before the next write into the folder
+
+
+@dataclass
+class FolderLease:
+    """The lease on `folder`, from `take` to `release`.
+
+    Attributes:
+        lock_decides: A lock of this host's system was got, and nobody on other systems can write there.
+        own: This process's lease.
+        say: Tells the user that a watch has begun.
+        lost: What is done, in a thread, when another has taken the folder.
+    """
+
+    folder: Path
+    lock_decides: bool
+    lock_works: bool = True
+    own: Lease = field(default_factory=own_lease)
+    timing: Timing = Timing()
+    say: Callable[[str], object] = print
+    lost: Callable[[str], object] = _end_at_once
+    _ended: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    @property
+    def path(self) -> Path:
+        return self.folder / LEASE_FILE
+
+    def take(self) -> None:
+        """Become the holder.
+
+        Raises:
+            LeaseTaken: another one is alive, or came at the same time.
+            OSError: the lease cannot be written.
+        """
+        content = _content(self.path)
+        verdict = self._verdict(parse(content))
+        if verdict == "alive":
+            raise LeaseTaken(parse(content))
+        if content is not None and verdict == "unknown":
+            self._watch(content)
+        self._write()
+        if not self.lock_decides:
+            time.sleep(self.timing.settle)
+            if not self._holds():
+                raise LeaseTaken(parse(_content(self.path)))
+        self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
+        self._thread.start()
+
+    def release(self) -> None:
+        """Give the folder up, if it is still this process's."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+        with contextlib.suppress(OSError):
+            if self._holds():
+                self.path.unlink()
+
+    def _verdict(self, lease: Lease | None) -> str:
+        """What is known of a lease without waiting: alive, gone or unknown."""
+        if lease is None:
+            return "unknown"
+        if lease.boot and lease.boot == self.own.boot:
+            if self.lock_works:
+                return "gone"  # the same system gave us the lock
+            return verdict_of_process(lease, self.own)
+        rebooted = lease.host == self.own.host != "localhost"
+        return "gone" if rebooted and self.lock_decides else "unknown"
+
+    def _watch(self, content: bytes) -> None:
+        """Return when the lease has stayed as it is for long enough, or is gone."""
+        lease = parse(content)
+        holder = f"a job on {lease.host}" if lease else "another job"
+        self.say(f"{self.folder} may be in use by {holder}; watching it for {self.timing.expiry:g} s")
+        unchanged = 0.0
+        while unchanged < self.timing.expiry:
+            begin = time.monotonic()
+            time.sleep(self.timing.look)
+            now = _content(self.path)
+            if now is None:
+                return
+            if now != content:
+                raise LeaseTaken(parse(now))
+            unchanged += min(time.monotonic() - begin, 2 * self.timing.look)
+
+    def _renew(self) -> None:
+        while not self._ended.wait(self.timing.beat):
+            try:
+                if self._holds(missing=True):
+                    self._write()
+                else:
+                    self.lost(f"another job has taken {self.folder}: this one ends at once")
+                    return
+            except OSError:
+                continue  # a full disk or a mount that is away: the next beat tries again
+
+    def _holds(self, missing: bool = False) -> bool:
+        """Whether the lease is this process's; `missing` is the answer where there is none."""
+        content = _content(self.path)
+        if content is None:
+            return missing
+        lease = parse(content)
+        return lease is not None and lease.holder == self.own.holder
+
+    def _write(self) -> None:
+        self.own = replace(self.own, beat=self.own.beat + 1)
+        new = self.path.with_name(f"{LEASE_FILE}.{self.own.holder}")
+        try:
+            new.write_text(json.dumps(asdict(self.own)) + "\n", encoding="utf-8")
+            new.replace(self.path)
+        finally:
+            new.unlink(missing_ok=True)
+
+
+def verdict_of_process(lease: Lease, here: Lease) -> str:
+    """Whether the process of a lease of this system is alive, gone, or in a container that hides it."""
+    if lease.processes != here.processes or not lease.processes:
+        return "unknown"
+    try:
+        alive = psutil.Process(lease.pid).create_time() == lease.started
+    except psutil.Error:
+        return "gone"
+    return "alive" if alive else "gone"
+
+
+def parse(content: bytes | None) -> Lease | None:
+    """A lease from the file's content; None for anything else."""
+    try:
+        return Lease(**json.loads(content or b""))
+    except (ValueError, TypeError):
+        return None
+
+
+def read_lease(folder: Path) -> Lease | None:
+    """The lease on a folder, alive or not."""
+    return parse(_content(folder / LEASE_FILE))
+
+
+def _content(path: Path) -> bytes | None:
+    """The file's bytes, opened anew, which network file systems answer from the server; None: no file."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
