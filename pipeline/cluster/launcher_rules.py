@@ -10,15 +10,18 @@ from pipeline.job.problems import Problem
 # With one host left it forgets the launcher instead, and starts the job here.
 _TAKE_NO_PART = ("openmpi", "mpich", "impi", "mvapich")
 # It gives these a number of ranks per host.
-_EQUAL_SLOTS = ("mpich", "impi", "mvapich")
+_EQUAL_SLOTS = ("mpich", "impi", "mvapich", "slurm")
 _FILTERS = ("include", "exclude", "num_nodes", "num_gpus")
 
 
 def launcher_world_problems(options: LauncherOptions, world: World) -> list[Problem]:
     """Why this launcher cannot start this world."""
     name, problems = options.launcher, []
-    if name is None or world.is_local:
+    if name is None:
         return problems
+    if options.no_ssh or (world.is_local and name != "pdsh"):
+        why = "with --no_ssh each host starts its own" if options.no_ssh else "this machine is the only host"
+        return [Problem("launcher", name, f"would start no ranks: {why}", "Leave it out")]
     given = [key for key in _FILTERS if getattr(options, key) not in (None, "")]
     if name in _TAKE_NO_PART and given:
         rule = f"{name} starts all of a hostfile"
@@ -28,4 +31,8 @@ def launcher_world_problems(options: LauncherOptions, world: World) -> list[Prob
         slots = ", ".join(f"{host.name} has {host.slots}" for host in world.hosts[:4])
         rule = f"needs the same number of slots on every host ({slots})"
         problems.append(Problem("launcher", name, rule, "Make them equal, or use --launcher pdsh"))
+    chosen = [host.name for host in world.hosts if host.devices != tuple(range(host.slots))]
+    if name == "slurm" and chosen:
+        rule = f"gives devices out itself, so that no slots can be chosen, as on {', '.join(chosen[:4])}"
+        problems.append(Problem("launcher", name, rule, "Choose whole hosts, or use --launcher pdsh"))
     return problems

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
+from tests.end_to_end.host_jobs import LAUNCH, SCRIPT
 from tests.end_to_end.jobs import PROJECT, Workshop
 from tests.harness import run_job
 from tests.hosts import Hosts
+from tests.hosts.process import LOGIN
 from tests.hosts.requirements import find
 from tests.hosts.slurm import start_slurm, why_no_slurm
 
 pytestmark = [pytest.mark.slow, pytest.mark.multihost]
 
-SCRIPT = str(PROJECT / "pipeline" / "pretrain.py")
 RANK = [sys.executable, SCRIPT]
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 # Sums of other ranks' shares in another order; 32-bit floats have 7 digits.
@@ -26,15 +29,6 @@ ALONE = {
     "torchrun": ["torchrun", "--nproc_per_node", "2", SCRIPT],
     "accelerate": ["accelerate", "launch", "--multi_gpu", "--num_processes", "2", SCRIPT],
     "mpirun": ["mpirun.openmpi", "--oversubscribe", "-n", "2", *RANK],
-}
-# From the login host, one rank on each of h1 and h2.
-TOGETHER = {
-    "mpirun": ["mpirun.openmpi", "--host", "h1,h2", "-x", "MASTER_ADDR=h1", *RANK],
-    "mpiexec": [
-        *("mpiexec.mpich", "-hosts", "h1,h2", "-ppn", "1", "-n", "2"),
-        *("-genv", "MASTER_ADDR", "h1", "-genv", "MASTER_PORT", "29500", *RANK),
-    ],
-    "srun": ["srun", "--nodes", "2", "--ntasks", "2", *RANK],
 }
 
 
@@ -50,37 +44,84 @@ def losses(workshop: Workshop) -> list[float]:
     return [step["loss"] for step in workshop.steps("one")]
 
 
-def needs(launcher: str) -> None:
-    """Skip where Debian's package is missing."""
-    for command, package in (("mpirun.openmpi", "openmpi-bin"), ("mpiexec.mpich", "mpich")):
-        if launcher == command and not find(command):
-            pytest.skip(f"{command} is missing (package {package})")
-    if launcher == "srun" and (reason := why_no_slurm()):
+@pytest.fixture(scope="module")
+def slurm(hosts: Hosts) -> dict[str, str]:
+    """The environment of Slurm's commands."""
+    if reason := why_no_slurm():
         pytest.skip(reason)
+    return start_slurm(hosts, slots=1)
+
+
+def need(command: str, package: str) -> None:
+    if not find(command):
+        pytest.skip(f"{command} is missing (package {package})")
 
 
 def check_training(
-    hosts: Hosts, host: str, command: list[str], workshop: Workshop, losses: list[float], env: dict[str, str]
+    hosts: Hosts,
+    host: str,
+    command: list[str],
+    workshop: Workshop,
+    losses: list[float],
+    env: Mapping[str, str],
 ) -> None:
     """Two ranks, started by `command` on `host`, train as one process does, and nothing is left of them."""
-    needs(command[0])
-    run = f"{command[0]}-{host}"
+    run = "-".join(Path(word).name for word in (host, *command[:1], *command[-1:]))
     arguments = workshop.arguments(run, workshop.config())
-    done = hosts.run(host, [*command, *arguments], JOB_SECONDS, env=AS_ROOT | env, cwd=PROJECT)
+    done = hosts.run(host, [*command, *arguments], JOB_SECONDS, env={**AS_ROOT, **env}, cwd=PROJECT)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     assert "data: 2 replicas" in done.stdout
     assert [step["loss"] for step in workshop.steps(run)] == pytest.approx(losses, rel=TOLERANCE)
     assert workshop.outcome(run)["status"] == "finished"
-    left = [line for name in hosts.names for line in hosts.processes(name) if SCRIPT in line]
-    assert left == []
+    assert [process for name in hosts.all_names for process in hosts.inside(name, SCRIPT)] == []
 
 
 @pytest.mark.parametrize("launcher", ALONE)
 def test_on_one_host(hosts: Hosts, workshop: Workshop, losses: list[float], launcher: str) -> None:
+    if launcher == "mpirun":
+        need("mpirun.openmpi", "openmpi-bin")
     check_training(hosts, "h1", ALONE[launcher], workshop, losses, {})
 
 
-@pytest.mark.parametrize("launcher", TOGETHER)
-def test_over_two_hosts(hosts: Hosts, workshop: Workshop, losses: list[float], launcher: str) -> None:
-    env = start_slurm(hosts, slots=1) if launcher == "srun" and not why_no_slurm() else {}
-    check_training(hosts, "h0", TOGETHER[launcher], workshop, losses, env)
+def test_mpirun_over_two_hosts(hosts: Hosts, workshop: Workshop, losses: list[float]) -> None:
+    need("mpirun.openmpi", "openmpi-bin")
+    command = ["mpirun.openmpi", "--host", "h1,h2", "-x", "MASTER_ADDR=h1", *RANK]
+    check_training(hosts, "h0", command, workshop, losses, {})
+
+
+def test_mpiexec_over_two_hosts(hosts: Hosts, workshop: Workshop, losses: list[float]) -> None:
+    need("mpiexec.mpich", "mpich")
+    rendezvous = ["-genv", "MASTER_ADDR", "h1", "-genv", "MASTER_PORT", "29500"]
+    command = ["mpiexec.mpich", "-hosts", "h1,h2", "-ppn", "1", "-n", "2", *rendezvous, *RANK]
+    check_training(hosts, "h0", command, workshop, losses, {})
+
+
+def test_srun_over_two_hosts(
+    hosts: Hosts, workshop: Workshop, losses: list[float], slurm: dict[str, str]
+) -> None:
+    check_training(hosts, "h0", ["srun", "--nodes", "2", "--ntasks", "2", *RANK], workshop, losses, slurm)
+
+
+def launch(hosts: Hosts, launcher: str) -> list[str]:
+    return [*LAUNCH, "--hostfile", str(hosts.write_hostfile(1)), "--launcher", launcher]
+
+
+def test_launch_through_open_mpi(hosts: Hosts, workshop: Workshop, losses: list[float]) -> None:
+    need("mpirun.openmpi", "openmpi-bin")
+    check_training(hosts, "h0", launch(hosts, "openmpi"), workshop, losses, {})
+
+
+def test_launch_through_mpich(hosts: Hosts, workshop: Workshop, losses: list[float]) -> None:
+    need("mpiexec.mpich", "mpich")
+    # Debian's `mpirun` is the one of Open MPI where both are installed.
+    mpirun = hosts.new_folder("mpich") / "mpirun"
+    mpirun.write_text('#!/bin/sh\nexec mpiexec.mpich "$@"\n', encoding="utf-8")
+    mpirun.chmod(0o755)
+    path = {"PATH": f"{mpirun.parent}:{LOGIN['PATH']}"}
+    check_training(hosts, "h0", launch(hosts, "mpich"), workshop, losses, path)
+
+
+def test_launch_through_slurm(
+    hosts: Hosts, workshop: Workshop, losses: list[float], slurm: dict[str, str]
+) -> None:
+    check_training(hosts, "h0", launch(hosts, "slurm"), workshop, losses, slurm)

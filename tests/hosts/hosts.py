@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import psutil
+
 from tests.hosts.machine import BOOT_SECONDS, Machine, make_keys, nsenter, only_child
 from tests.hosts.process import HOME, HostProcess, command_inside
 from tests.hosts.trouble import TROUBLES
@@ -142,6 +144,11 @@ class Hosts:
         """The workers' names."""
         return [name for name in self._machines if name != LOGIN_HOST]
 
+    @property
+    def all_names(self) -> list[str]:
+        """The names of the login host and the workers."""
+        return list(self._machines)
+
     def address(self, host: str) -> str:
         """A host's address."""
         return self._machines[host].address
@@ -198,7 +205,12 @@ class Hosts:
 
     def processes(self, host: str) -> list[str]:
         """Command lines of all that runs on a host; nothing where it is down."""
-        return [" ".join(process.cmdline()) for process in self._machines[host].processes()]
+        return [" ".join(command) for _, command in self._machines[host].processes()]
+
+    def inside(self, host: str, word: str) -> list[psutil.Process]:
+        """The processes of a host with `word` in their command line, as this process sees them."""
+        found = self._machines[host].processes()
+        return [process for process, command in found if any(word in argument for argument in command)]
 
     def wait_until(
         self, condition: Callable[[], object], timeout: float, what: str = "the condition"

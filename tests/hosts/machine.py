@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -114,16 +114,13 @@ class Machine:
         for state in ("permanent", "all"):
             subprocess.run([*enter, state], check=True, capture_output=True)
 
-    def processes(self) -> list[psutil.Process]:
-        """All that runs in it but sshd and what has ended without being collected."""
-        return [process for process in self._inside() if not _is_part_of_host(process)]
-
-    def _inside(self) -> Iterator[psutil.Process]:
+    def processes(self) -> list[tuple[psutil.Process, list[str]]]:
+        """All that runs in it but sshd and what has ended without being collected, with command lines."""
         if self.init is None:
-            return
-        for process in psutil.process_iter():
-            if process.pid != self.init and _pid_namespace(process.pid) == self._namespace:
-                yield process
+            return []
+        inside = (each for each in psutil.process_iter() if _pid_namespace(each.pid) == self._namespace)
+        commands = ((process, _command_line(process)) for process in inside if process.pid != self.init)
+        return [(process, command) for process, command in commands if command]
 
 
 def _pid_namespace(pid: int) -> str:
@@ -133,11 +130,12 @@ def _pid_namespace(pid: int) -> str:
         return ""
 
 
-def _is_part_of_host(process: psutil.Process) -> bool:
+def _command_line(process: psutil.Process) -> list[str]:
+    """Of what was started in a host; nothing for its sshd, and for what has ended."""
     try:
-        return process.status() == psutil.STATUS_ZOMBIE or process.name() == "sshd"
-    except psutil.NoSuchProcess:
-        return True
+        return [] if process.name() == "sshd" else process.cmdline()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return []
 
 
 def make_keys(folder: Path, names: Sequence[str]) -> None:

@@ -1,0 +1,63 @@
+"""What a launcher would ignore or refuse in a world is said before the start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline import check
+from pipeline.cluster.hostfile import Host
+from pipeline.cluster.launcher_options import LAUNCHERS, LauncherOptions
+from pipeline.cluster.launcher_rules import launcher_world_problems
+from pipeline.cluster.world import World
+
+EQUAL = World((Host("h1", 2), Host("h2", 2)), "cuda", None, True, "hosts")
+UNEQUAL = World((Host("h1", 2), Host("h2", 4)), "cuda", None, True, "hosts")
+ONE = World((Host("h2", 2),), "cuda", None, True, "hosts")
+CHOSEN = World((Host("h1", 2, (1, 3)), Host("h2", 2)), "cuda", None, True, "hosts")
+LOCAL = World((Host("localhost", 2),), "cpu")
+MPI = ["openmpi", "mpich", "impi", "mvapich"]
+
+
+def rules(launcher: str | None, world: World, **options: object) -> list[str]:
+    problems = launcher_world_problems(LauncherOptions(launcher=launcher, **options), world)
+    return [problem.rule for problem in problems]
+
+
+@pytest.mark.parametrize("launcher", [None, *LAUNCHERS])
+def test_whole_hosts_with_equal_slots_suit_all(launcher: str | None) -> None:
+    assert rules(launcher, EQUAL) == []
+    assert rules(launcher, ONE) == []
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_unequal_slots(launcher: str) -> None:
+    found = rules(launcher, UNEQUAL)
+    refused = launcher not in ("pdsh", "openmpi")
+    assert ["on every host (h1 has 2, h2 has 4)" in rule for rule in found] == [True] * refused
+
+
+@pytest.mark.parametrize("option", [{"include": "h2"}, {"exclude": "h1"}, {"num_nodes": 1}, {"num_gpus": 2}])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_part_of_the_hostfile(launcher: str, option: dict[str, object]) -> None:
+    found = rules(launcher, ONE, **option)
+    assert found == [f"{launcher} starts all of a hostfile"] * (launcher in MPI)
+
+
+def test_chosen_slots_are_not_slurms() -> None:
+    assert "as on h1" in rules("slurm", CHOSEN)[0]
+    assert rules("pdsh", CHOSEN) == []
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_launcher_that_would_not_be_used(launcher: str) -> None:
+    assert len(rules(launcher, LOCAL)) == (launcher != "pdsh")
+    assert "with --no_ssh" in rules(launcher, EQUAL, no_ssh=True)[0]
+
+
+def test_the_check_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "hosts").write_text("h1 slots=2\nh2 slots=2\n")
+    arguments = ["--hostfile", str(tmp_path / "hosts"), "--launcher", "openmpi", "--num_nodes", "1"]
+    assert check.main(arguments) == 2
+    assert "openmpi starts all of a hostfile" in " ".join(capsys.readouterr().out.split())
