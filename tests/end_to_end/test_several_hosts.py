@@ -53,7 +53,7 @@ def test_two_hosts_then_one_then_two_again(hosts: Hosts, curve: list[float]) -> 
 
 
 def test_disks_of_their_own_and_a_full_one(make_hosts, curve: list[float]) -> None:
-    """Each host keeps what its ranks wrote. A save for which one host lacks the space fails on all and the run
+    """Each host keeps what its ranks wrote. A save for which a host has no space fails on all, and the run
     goes on; the next one succeeds, and is resumed from."""
     hosts = make_hosts(2, shared=False, disk=64 * 2**20)
     workshop = Workshop(hosts.new_folder("inputs"))
