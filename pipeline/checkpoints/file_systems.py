@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.parallel.context import Parallel
+from pipeline.parallel.mesh import Mesh
 from pipeline.training.agreement import gather_objects
 
 
@@ -35,6 +36,16 @@ class FileSystems:
     def members(self, leader: int) -> list[int]:
         """The ranks that write where `leader` does."""
         return [rank for rank, each in enumerate(self.leaders) if each == leader]
+
+    def is_holder(self, mesh: Mesh, rank: int) -> bool:
+        """Whether this rank writes its weights for the others in its file system that have the same."""
+        place = mesh.coordinates(rank)
+        same = (
+            other
+            for other in self.members(self.leaders[rank])
+            if mesh.coordinates(other)._replace(data=place.data, sequence=place.sequence) == place
+        )
+        return rank == next(same)
 
 
 def find_file_systems(parallel: Parallel, folder: Path, local_rank: int) -> FileSystems:

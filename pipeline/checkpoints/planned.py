@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from deepspeed.checkpoint.ds_to_universal import dp_index_to_str
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+from deepspeed.runtime.pipe.module import PipelineModule
 
 from pipeline.checkpoints.folder import TrainState
 from pipeline.checkpoints.torch_file import PickledObject, SnapshotMemory
@@ -93,8 +94,12 @@ class _Collector(CheckpointEngine):
         raise NotImplementedError("only files are taken from DeepSpeed")
 
 
-def plan_shards(engine: TrainEngine, state: TrainState, partial: Path) -> PlannedFiles:
+def plan_shards(
+    engine: TrainEngine, state: TrainState, partial: Path, writes_weights: bool | None = None
+) -> PlannedFiles:
     """DeepSpeed's files of this rank, and the state of its random generators. Nothing is written.
+
+    Its weights are among them on the first replica, as DeepSpeed has it, or as `writes_weights` says.
 
     It does what `DeepSpeedEngine.save_checkpoint` does, without its barriers: a rank that fails between them
     would leave the others waiting. The one collective that is needed, ZeRO 3's gathering of small parameters
@@ -102,7 +107,11 @@ def plan_shards(engine: TrainEngine, state: TrainState, partial: Path) -> Planne
     """
     deepspeed, collector = engine.deepspeed, _Collector(partial)
     planned = PlannedFiles(torch_files=collector.files)
-    with _replaced(deepspeed, "checkpoint_engine", collector), _zero_3_whole_shards(deepspeed):
+    with (
+        _replaced(deepspeed, "checkpoint_engine", collector),
+        _writing_weights(deepspeed, writes_weights),
+        _zero_3_whole_shards(deepspeed),
+    ):
         deepspeed._save_checkpoint(str(partial.parent), partial.name, client_state={STATE_KEY: asdict(state)})
         if deepspeed.save_zero_checkpoint:
             with _replaced(deepspeed, "_copy_recovery_script", lambda folder: None):
@@ -111,6 +120,22 @@ def plan_shards(engine: TrainEngine, state: TrainState, partial: Path) -> Planne
             planned.copies = _swapped_state(engine)
     planned.torch_files[random_state_file(engine.parallel.rank)] = PickledObject(random_state())
     return planned
+
+
+@contextlib.contextmanager
+def _writing_weights(deepspeed: Any, writes: bool | None) -> Iterator[None]:
+    """Inside, this rank writes its weights or does not, whatever replica it is; None: as DeepSpeed has it."""
+    partitioned = deepspeed.zero_optimization_partition_weights()  # each rank has its own then
+    if writes is None or partitioned:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_replaced(deepspeed, "save_non_zero_checkpoint", writes))
+        if isinstance(deepspeed.module, PipelineModule):
+            stack.enter_context(_replaced(deepspeed.module._grid, "data_parallel_id", 0 if writes else 1))
+            # Replicas that share the layers out would leave a part of them on every host.
+            stack.enter_context(_replaced(deepspeed.module, "checkpoint_parallel_write_pipeline", False))
+        yield
 
 
 @contextlib.contextmanager

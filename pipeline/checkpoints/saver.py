@@ -149,7 +149,7 @@ class Saver:
         """This rank's files; and what went wrong on the way."""
         planned, failure = PlannedFiles(), None
         try:
-            planned = plan_shards(self.engine, state, partial)
+            planned = plan_shards(self.engine, state, partial, self._writes_weights())
         except (OSError, RuntimeError, ValueError, TypeError, MemoryError) as error:
             failure = describe_failure(error)
         index = shard_index(self.engine)  # a collective of its own, so outside of what may fail
@@ -161,6 +161,12 @@ class Saver:
         except (OSError, RuntimeError, ValueError, MemoryError) as error:
             failure = failure or describe_failure(error)
         return planned, failure
+
+    def _writes_weights(self) -> bool | None:
+        """Without a common file system, every host needs the weights of its own ranks."""
+        if self.systems.shared:
+            return None
+        return self.systems.is_holder(self.parallel.mesh, self.parallel.rank)
 
     def _add_companions(self, planned: PlannedFiles, partial: Path, index: Any) -> None:
         """What leaders add to their shards, in a folder that nothing of a failed save is left in."""

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from deepspeed.runtime.pipe.module import PipelineModule
 
 from pipeline.checkpoints.folder import (
     Checkpoint,
@@ -93,8 +98,38 @@ def _fits(engine: TrainEngine, checkpoint: Checkpoint, stored: StoredState) -> b
     return same and reads_own_shards(engine) and same_shards(engine, stored)
 
 
+@contextlib.contextmanager
+def _own_files_only(deepspeed: Any) -> Iterator[None]:
+    """Inside, DeepSpeed does not ask for the files of other model-parallel ranks. It counts them and uses its
+    own only; on a host with a disk of its own the others are elsewhere."""
+    module = deepspeed.module
+    replaced: list[tuple[Any, str, Any]] = [
+        (
+            deepspeed,
+            "_get_all_ckpt_names",
+            lambda folder, tag: [deepspeed._get_ckpt_name(folder, tag)] * deepspeed.mp_world_size,
+        )
+    ]
+    if isinstance(module, PipelineModule):
+        slices = module._grid.get_slice_parallel_world_size()
+        own_layer = module.ckpt_layer_path
+        replaced.append(
+            (module, "ckpt_layer_path_list", lambda folder, layer: [own_layer(folder, layer)] * slices)
+        )
+    for target, name, function in replaced:
+        setattr(target, name, function)
+    try:
+        yield
+    finally:
+        for target, name, _ in replaced:
+            delattr(target, name)
+
+
 def _load_own_shards(engine: TrainEngine, checkpoint: Checkpoint) -> None:
-    with restricted_loading(engine.deepspeed, engine.job.options.allow_pickle):
+    with (
+        restricted_loading(engine.deepspeed, engine.job.options.allow_pickle),
+        contextlib.nullcontext() if checkpoint.shared else _own_files_only(engine.deepspeed),
+    ):
         loaded, client_state = engine.deepspeed.load_checkpoint(
             str(checkpoint.folder), tag=checkpoint.tag, load_lr_scheduler_states=False
         )

@@ -55,10 +55,10 @@ def test_two_hosts_then_one_then_two_again(hosts: Hosts, curve: list[float]) -> 
 def test_disks_of_their_own_and_a_full_one(make_hosts, curve: list[float]) -> None:
     """Each host keeps what its ranks wrote. A save for which a host has no space fails on all, and the run
     goes on; the next one succeeds, and is resumed from."""
-    hosts = make_hosts(2, shared=False, disk=64 * 2**20)
+    hosts = make_hosts(4, shared=False, disk=64 * 2**20)  # one rank on each: stages and replicas apart
     workshop = Workshop(hosts.new_folder("inputs"))
     config = workshop.config("stages", **TWO_STAGES, zero_optimization={"stage": 1})
-    start = [*LAUNCH, "--hostfile", hosts.write_hostfile(2)]
+    start = [*LAUNCH, "--hostfile", hosts.write_hostfile(1)]
     run = hosts.folder / "run"
 
     def arguments(config: str, steps: int) -> list[str]:
@@ -79,13 +79,15 @@ def test_disks_of_their_own_and_a_full_one(make_hosts, curve: list[float]) -> No
     hosts.fill_disk("h2")
     for rank in stopped:
         rank.resume()
-    message = "global_step30 could not be saved: rank 2 on h2: OSError: [Errno 28] No space left on device"
+    message = "global_step30 could not be saved: rank 1 on h2: OSError: [Errno 28] No space left on device"
     hosts.wait_until(lambda: job.returncode is not None or message in job.stdout, JOB_SECONDS)
     hosts.empty_disk("h2")
     assert message in finish(hosts, job, JOB_SECONDS)
-    assert [checkpoints(name) for name in hosts.names] == [["global_step15", "global_step45"]] * 2
+    assert [checkpoints(name) for name in hosts.names] == [["global_step15", "global_step45"]] * 4
     parts = [files(hosts.path(name, run / "checkpoints/global_step45")) for name in hosts.names]
-    assert parts[0] & parts[1] == {"manifest.json", "shards.json"}
+    assert parts[0] & parts[2] == {"manifest.json", "shards.json"}
+    weights = [{name for name in part if name.startswith(("layer", "mp_rank"))} for part in parts]
+    assert weights[0] == weights[1] and weights[2] == weights[3]  # two replicas of each stage
 
     other = workshop.config("replicas")
     refused = hosts.run("h0", [*start, *arguments(other, 48)], JOB_SECONDS, cwd=PROJECT)
