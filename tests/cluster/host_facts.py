@@ -61,7 +61,9 @@ def facts(place: int = 1, **changes: Any) -> dict[str, Any]:
 def report(place: int = 1, name: str = "", slots: int = 8, **changes: Any) -> HostReport:
     """The report of a healthy host; keywords of HostReport are set there, others change its facts."""
     own = {
-        key: changes.pop(key) for key in ("failure", "noise", "clock", "seen", "reached") if key in changes
+        key: changes.pop(key)
+        for key in ("failure", "noise", "clock", "seen", "reached", "reports")
+        if key in changes
     }
     seen = own.pop("seen", {"/nfs/runs": [0, 1, 2]})
     return HostReport(Host(name or f"dgx-{place}", slots), facts(place, **changes), seen=seen, **own)

@@ -68,6 +68,7 @@ FAULTS = [
     ({"names": ["127.0.1.1"]}, "own name", "error", "takes its own name (dgx-2) for 127.0.1.1"),
     ({"names": []}, "own name", "error", "takes its own name (dgx-2) for nothing that it knows"),
     ({"reached": "Connection timed out"}, "rendezvous", "error", "not reach rank 0 at 10.0.0.1, port 29500"),
+    ({"reports": "No route to host"}, "reports", "error", "does not reach this machine"),
     ({"machine": {"host": "dgx-1", "boot": "boot-1"}}, "machine", "error", "is the same machine as dgx-1"),
     ({"noise": "Welcome!\nto dgx-2"}, "shell", "warning", "prints this at every login"),
     ({"seen": {}}, "connection", "error", "answered once, and then no more"),

@@ -140,10 +140,11 @@ def test_ports() -> None:
     server, port = probe.listen(0)
     assert server is not None and 15_000 <= port < 32_768
     with server:
-        assert probe.connect("127.0.0.1", port) is None
+        assert probe.connect(["127.0.0.1", port]) is None
         assert probe.listen(port) == (None, "Address already in use")
-    assert probe.connect("127.0.0.1", port) == "Connection refused"
-    assert "Name or service not known" in (probe.connect("no.such.host.invalid", port) or "")
+    assert probe.connect(["127.0.0.1", port]) == "Connection refused"
+    assert "Name or service not known" in (probe.connect(["no.such.host.invalid", port]) or "")
+    assert probe.connect(None) is None
     assert probe.listen(None) == (None, None)
 
 

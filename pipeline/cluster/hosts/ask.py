@@ -46,6 +46,7 @@ class Question:
         environment: Variables that the launcher sets for the ranks.
         address: Of the rendezvous, as the user gave it; "" for the one by which the first host is reached.
         listen: Port of the rendezvous, tried on the first host. 0: it finds a free one. None: not tried.
+        launch: Address of this machine, to which ranks report; "" if they do not.
         commands: Programs that the launcher starts on each host.
     """
 
@@ -57,6 +58,7 @@ class Question:
     environment: dict[str, str] = field(default_factory=dict)
     address: str = ""
     listen: int | None = None
+    launch: str = ""
     commands: tuple[str, ...] = ()
 
 
@@ -73,6 +75,7 @@ class HostReport:
         seen: Of each folder, the places in the host list of those whose tokens are there; the place after
             the last is this machine's.
         reached: Why it does not reach the rendezvous; None if it does, or was not asked to.
+        reports: The same for this machine.
     """
 
     host: Host
@@ -82,6 +85,7 @@ class HostReport:
     clock: float = 0.0
     seen: dict[str, list[int]] = field(default_factory=dict)
     reached: str | None = None
+    reports: str | None = None
 
 
 @dataclass(frozen=True)
@@ -119,13 +123,15 @@ def ask_hosts(
     try:
         for index, host in enumerate(asked):
             listens = question.listen if index == 0 else None
+            if index == len(hosts) and question.launch:
+                listens = 0
             script = _script(replace(question, listen=listens), run, index, seconds)
             talks.append(_Talk(host, local_command(script) if index == len(hosts) else way(host, script)))
         deadline = time.monotonic() + seconds
         for talk in talks:
             talk.first_answer(deadline)
         address = _rendezvous(question, talks)
-        _go_on(talks, address)
+        _go_on(talks, address, question.launch)
     finally:
         for talk in talks:
             talk.end_input()
@@ -141,10 +147,12 @@ def _rendezvous(question: Question, talks: Sequence[_Talk]) -> str:
     return question.address or reached or first.host.name.rpartition("@")[2]
 
 
-def _go_on(talks: Sequence[_Talk], address: str) -> None:
+def _go_on(talks: Sequence[_Talk], address: str, launch: str) -> None:
     """All have left their tokens, and the first one listens, if they do at all: let them look around."""
-    port = talks[0].report.facts.get("port")
-    line = json.dumps({"address": address, "port": port if isinstance(port, int) else None})
+    ports = [talk.report.facts.get("port") for talk in (talks[0], talks[-1])]
+    places = [(where, port) for where, port in zip((address, launch), ports, strict=True)]
+    reached, reports = (place if isinstance(place[1], int) and place[0] else None for place in places)
+    line = json.dumps({"reached": reached, "reports": reports})
     for talk in talks:
         talk.go_on(line)
     deadline = time.monotonic() + _SECOND_ANSWER_SECONDS

@@ -29,6 +29,7 @@ from pipeline.cluster.hosts.software import SOFTWARE
 from pipeline.cluster.hosts.system import SYSTEM, file_systems
 from pipeline.cluster.launcher_options import LauncherOptions
 from pipeline.cluster.rank_environment import LOOPBACK
+from pipeline.cluster.start import NoWay, launch_address
 from pipeline.cluster.world import World
 from pipeline.data.remote import is_remote
 from pipeline.data.sources import training_paths, validation_paths
@@ -146,7 +147,8 @@ def ask_job_hosts(
     """
     files, _ = deepspeed_env(Path.home(), Path.cwd(), environ)
     exported = dict(forwarded({} if world.is_local else environ, files))
-    question = ask_about(world, launcher, options, exported)
+    launch, problems = _launch(world, launcher)
+    question = replace(ask_about(world, launcher, options, exported), launch=launch)
     answers = ask_hosts(world.hosts, question, way_to(world, launcher), seconds)
     found = world_found(world, answers, environ)
     survey = Survey(
@@ -154,9 +156,9 @@ def ask_job_hosts(
         found.device,
         cache_bytes=int(options.cache_size * 1e9) if len(question.folders) > 1 else 0,
         world_size=world.size,
+        launch=launch,
         interface=exported.get("GLOO_SOCKET_IFNAME"),
     )
-    problems = () if world.is_local else _launcher_problems(launcher)
     return AskedHosts(found, survey, exported, tuple(problems))
 
 
@@ -199,6 +201,18 @@ def way_to(world: World, launcher: LauncherOptions) -> Way:
     if world.is_local:
         return lambda host, script: local_command(script)
     return way_to_hosts(launcher.launcher, launcher.ssh_port)
+
+
+def _launch(world: World, launcher: LauncherOptions) -> tuple[str, list[Problem]]:
+    """Where ranks of other hosts find this machine, and what keeps it from starting them."""
+    if world.is_local:
+        return "", []
+    problems = _launcher_problems(launcher)
+    try:
+        return launch_address(world, launcher), problems
+    except NoWay as error:
+        remedy = "Give --launch_addr, this machine's address as the hosts reach it"
+        return "", [*problems, Problem("launch_addr", launcher.launch_addr, str(error), remedy)]
 
 
 def _launcher_problems(launcher: LauncherOptions) -> list[Problem]:

@@ -23,6 +23,7 @@ class Survey:
         output_bytes: Space that the job needs in its output folder.
         cache_bytes: The same for its cache folder.
         world_size: Ranks of the job.
+        launch: Address of this machine, to which ranks report.
         interface: The network interface that gloo is told to use; None for the one of the host's name.
     """
 
@@ -31,6 +32,7 @@ class Survey:
     output_bytes: int = 0
     cache_bytes: int = 0
     world_size: int = 1
+    launch: str = ""
     interface: str | None = None
 
     @property

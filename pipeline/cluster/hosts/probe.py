@@ -10,6 +10,7 @@ takes its tokens away and ends.
 from __future__ import annotations
 
 import base64
+import contextlib
 import csv
 import hashlib
 import importlib.metadata
@@ -257,11 +258,12 @@ def locks(request: Request) -> list[dict[str, Any]]:
 def _opened() -> set[str]:
     """Files that processes of this user have open."""
     opened = set()
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        try:
-            opened.add(str(link.readlink()))
-        except OSError:  # the process has ended, or is another user's
-            continue
+    for process in Path("/proc").glob("[0-9]*"):
+        # Processes end meanwhile, close files, and may be another user's.
+        with contextlib.suppress(OSError):
+            for link in (process / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    opened.add(str(link.readlink()))
     return opened
 
 
@@ -338,10 +340,12 @@ def listen(port: int | None) -> tuple[socket.socket | None, int | str | None]:
     return None, reason
 
 
-def connect(address: str, port: int) -> str | None:
-    """None if the rendezvous answers, else why not."""
+def connect(address: list[Any] | None) -> str | None:
+    """None if somebody listens at (host, port), or there is nothing to try; else why not."""
+    if address is None:
+        return None
     try:
-        socket.create_connection((address, port), CONNECT_SECONDS).close()
+        socket.create_connection((address[0], address[1]), CONNECT_SECONDS).close()
     except OSError as error:
         return _why(error)
     return None
@@ -373,8 +377,12 @@ def main() -> None:
         line = next((line for line in sys.stdin if line.strip()), "")
         if line:
             told = json.loads(line)
-            reached = connect(told["address"], told["port"]) if told["port"] else None
-            say({"seen": see_tokens(request), "reached": reached})
+            say(
+                {
+                    "seen": see_tokens(request),
+                    **{name: connect(told[name]) for name in ("reached", "reports")},
+                }
+            )
             sys.stdin.readline()
     finally:
         for token in tokens:

@@ -125,6 +125,13 @@ def _port(check: Check, survey: Survey) -> Iterator[Wrong]:
             yield Wrong(report.host.name, report.reached, rule)
 
 
+def _reports(report: HostReport, survey: Survey) -> Wrong | None:
+    if report.reports is None:
+        return None
+    rule = f"it does not reach this machine at {survey.launch}, to which its ranks report"
+    return Wrong(report.host.name, report.reports, rule)
+
+
 def _show_reach(report: HostReport) -> str:
     port = report.facts.get("port")
     if port is not None:
@@ -184,6 +191,10 @@ SYSTEM = (
     Check(
         "rendezvous", "", _show_reach, (_port,),
         "Open the port between the hosts, or give --master_addr ADDRESS in the network that they share",
+    ),
+    Check(
+        "reports", "", lambda report: "arrive" if report.reports is None else "lost", (each(_reports),),
+        "Open this machine's ports to the hosts, or give --launch_addr, its address as they reach it",
     ),
     Check(
         "machine", "machine", lambda found: found["host"], (_one_machine,),
