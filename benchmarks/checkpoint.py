@@ -43,7 +43,11 @@ TARGETS = {
     "blocked / save": 0.2,
     "blocked and slowed / save": None,
     "load / read": 2.0,
+    "load / torch.load": None,
+    "prove and load / read": None,
     "load, other layout / read": 2.0,
+    "load, other layout / torch.load": None,
+    "prove and load, other layout / read": None,
     "convert / copy": 2.0,
 }
 
@@ -147,8 +151,8 @@ def _measure(name: str, case: Case, setting: Setting, given: Arguments) -> dict[
         "save / torch.save": paired_ratio(saves.save, saves.plain),
         "blocked / save": paired_ratio(saves.blocked, saves.save),
         "blocked and slowed / save": paired_ratio(both, saves.save),
-        "load / read": paired_ratio(same["load"], same["read"]),
-        "load, other layout / read": paired_ratio(changed["load"], changed["read"]),
+        **_loading(same, ""),
+        **_loading(changed, ", other layout"),
         "convert / copy": paired_ratio(converted["convert"], converted["copy"]),
     }
     seconds = {
@@ -165,6 +169,18 @@ def _measure(name: str, case: Case, setting: Setting, given: Arguments) -> dict[
         "bytes": saves.bytes,
         "seconds": seconds,
         "ratios": ratios,
+    }
+
+
+def _loading(seconds: dict[str, list[float]], which: str) -> dict[str, float]:
+    load, proven = (
+        seconds["load"],
+        [sum(both) for both in zip(seconds["prove"], seconds["load"], strict=True)],
+    )
+    return {
+        f"load{which} / read": paired_ratio(load, seconds["read"]),
+        f"load{which} / torch.load": paired_ratio(load, seconds["torch.load"]),
+        f"prove and load{which} / read": paired_ratio(proven, seconds["read"]),
     }
 
 

@@ -20,8 +20,9 @@ import torch.distributed as dist
 from benchmarks.contenders import Task, start_engine
 from benchmarks.workers import Clock
 from pipeline.checkpoints.conversion import convert
-from pipeline.checkpoints.folder import TrainState, read_checkpoint, remove_checkpoint, tag_of
+from pipeline.checkpoints.folder import Checkpoint, TrainState, read_checkpoint, remove_checkpoint, tag_of
 from pipeline.checkpoints.planned import PlannedFiles, plan_shards
+from pipeline.checkpoints.proof import Prover
 from pipeline.checkpoints.saver import Saver
 from pipeline.checkpoints.transfer import load_checkpoint
 from pipeline.cluster.rank_environment import RankEnvironment
@@ -94,7 +95,6 @@ def save_in_turn(work: Work, environment: RankEnvironment, clock: Clock) -> Save
         if number < work.rounds:
             _once(environment, partial(remove_checkpoint, newest))
             trainer.train()
-    bare.unlink()
     return result
 
 
@@ -117,20 +117,29 @@ def _background(saver: Saver, trainer: _Trainer) -> tuple[float, float]:
 
 
 def load_in_turn(work: Work, environment: RankEnvironment, clock: Clock) -> dict[str, list[float]]:
-    """Read the bytes of a checkpoint, all ranks together, and load it, round by round."""
+    """Read the bytes of a checkpoint, all ranks together; read the files that `torch.save` made of the same
+    tensors; load the checkpoint as a resumed run does, which proves the digests and then takes the values."""
     trainer = _Trainer(work.task, environment)
+    prover = Prover(trainer.parallel, environment.local_rank)
     checkpoint = read_checkpoint(Path(work.checkpoint))
     files = _files(checkpoint.path)
-    result: dict[str, list[float]] = {"read": [], "load": []}
+    plain = sorted(Path(work.task.setting.folder).glob("plain-*.pt"))
+    mine = plain[environment.rank :: environment.world_size]
+    result: dict[str, list[float]] = {"read": [], "torch.load": [], "prove": [], "load": []}
     for number in range(work.rounds + 1):
         _once(environment, lambda: forget(files) if work.cold else None)
         read = _seconds(lambda: _read_share(files, environment))
+        _once(environment, lambda: forget(plain) if work.cold else None)
+        bare = _seconds(lambda: [torch.load(path, weights_only=True) for path in mine])
         _once(environment, lambda: forget(files) if work.cold else None)
+        prove = _seconds(lambda: _prove(prover, checkpoint))
         with captured_stdout():
-            load = _seconds(lambda: load_checkpoint(trainer.engine, checkpoint))
+            take = _seconds(lambda: load_checkpoint(trainer.engine, checkpoint))
         if number:
             result["read"].append(read)
-            result["load"].append(load)
+            result["torch.load"].append(bare)
+            result["prove"].append(prove)
+            result["load"].append(take)
     return result
 
 
@@ -154,13 +163,18 @@ def convert_in_turn(work: Work, environment: RankEnvironment, clock: Clock) -> d
     return result
 
 
+def _prove(prover: Prover, checkpoint: Checkpoint) -> None:
+    if failure := prover.failure(checkpoint):
+        raise ValueError(f"{checkpoint.path} {failure}")
+
+
 class _Trainer:
     """A rank's engine and its steps."""
 
     def __init__(self, task: Task, environment: RankEnvironment) -> None:
         job = task.job(environment.world_size)
         self._data = task.setting.load_data(job).train
-        self._parallel, self.engine = start_engine(job, environment)
+        self.parallel, self.engine = start_engine(job, environment)
         if environment.rank == 0:
             (Path(job.output_dir) / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
         self.train()  # Adam's moments exist from now on
@@ -168,10 +182,10 @@ class _Trainer:
 
     def train(self) -> None:
         """One step."""
-        engine, here = self.engine, self._parallel.coordinates
+        engine, here = self.engine, self.parallel.coordinates
         batch = engine.job.batch
         first = engine.step * batch.train_batch_size
-        share = read_step(self._data, batch, here.data, self._parallel.mesh.data, first)
+        share = read_step(self._data, batch, here.data, self.parallel.mesh.data, first)
         engine.train_step(share.micro_batches, batch.tokens_per_step)
 
     def state(self) -> TrainState:
