@@ -119,7 +119,9 @@ def compare(given: Arguments, folder: str) -> dict[str, Any]:
     report = Report("checkpoint", device, settings)
     rows = []
     for name in names:
-        setting = Setting(model, device, CASES[name].precision, RANKS, 1, given.seq_length, 1, folder)
+        setting = Setting(
+            model, device, CASES[name].precision, RANKS, 1, given.seq_length, 1, f"{folder}/{name}"
+        )
         setting.load_data(setting.job(CASES[name].recipe, RANKS))
         rows.append(_measure(name, CASES[name], setting, given))
         _print(report, rows[-1])

@@ -83,13 +83,16 @@ def save_in_turn(work: Work, environment: RankEnvironment, clock: Clock) -> Save
     bare = Path(work.task.setting.folder) / f"plain-{environment.rank}.pt"
     result = Saves()
     for number in range(work.rounds + 1):
-        save = _seconds(lambda: at_once.begin(trainer.state()))
-        plain = _seconds(partial(_torch_save, plan_shards(engine, trainer.state(), bare), bare))
+        planned = plan_shards(engine, trainer.state(), bare)
+        actions = [partial(at_once.begin, trainer.state()), partial(_torch_save, planned, bare)]
+        # In turn each is the first: what the disk still has to do meets both.
+        order = (0, 1) if number % 2 else (1, 0)
+        seconds = {which: _on_idle_disk(environment, actions[which]) for which in order}
         _once(environment, lambda: remove_checkpoint(at_once.folder / tag_of(engine.step)))
         trainer.train()
         blocked, slowed = _background(behind, trainer)
         if number:
-            result.add(save=save, plain=plain, blocked=blocked, slowed=slowed)
+            result.add(save=seconds[0], plain=seconds[1], blocked=blocked, slowed=slowed)
         (newest,) = at_once.folder.glob("global_step*")
         result.path, result.bytes = str(newest), sum(file.stat().st_size for file in _files(newest))
         if number < work.rounds:
@@ -250,6 +253,12 @@ def _seconds(action: Callable[[], object]) -> float:
     dist.barrier()
     elapsed = torch.tensor(_alone(action), dtype=torch.float64)
     return _over_ranks(elapsed, dist.ReduceOp.MAX).item()
+
+
+def _on_idle_disk(environment: RankEnvironment, action: Callable[[], object]) -> float:
+    """The same, when everything written before is on the disk, and what was removed is gone."""
+    _once(environment, os.sync)
+    return _seconds(action)
 
 
 def _any(flag: bool) -> bool:
