@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -104,6 +105,7 @@ def test_what_differs_on_a_host_is_named(make_hosts) -> None:
     lock = hosts.path("h2", "/run/home/.cache/torch_extensions/py311_cpu/op/lock")
     lock.parent.mkdir(parents=True)
     lock.touch()
+    os.utime(lock, (time.time() - 7200,) * 2)
     assert hosts.run("h2", ["sh", "-c", "echo 127.0.1.1 h2 > /etc/hosts"], timeout=5).returncode == 0
     (hosts.path("h1", "/run/home") / ".bashrc").write_text(
         "echo Welcome to h1\nread -p 'Continue? ' answer\n"

@@ -14,6 +14,9 @@ from pipeline.cluster.hosts.judge import Check, Survey, Wrong, each, failed, few
 # are minutes off.
 CLOCK_WARNING_SECONDS, CLOCK_ERROR_SECONDS = 2.0, 60.0
 
+# A home folder may be shared with hosts of other jobs, one of which may be compiling. That takes minutes.
+_COMPILING_SECONDS = 1800
+
 
 def _folder_test(report: HostReport, survey: Survey) -> Wrong | None:
     for place, (path, found) in enumerate(report.facts["folders"].items()):
@@ -77,9 +80,14 @@ def _locks(report: HostReport, survey: Survey) -> Wrong | None:
     if not stale:
         return None
     value = ", ".join(f"{lock['path']} ({lock['age'] / 60:.0f} min old)" for lock in stale[:3])
-    rule = "no process holds this lock of a compiled op any more, and every job would wait for it for ever"
+    rule = (
+        "no process of these hosts holds this lock of a compiled op; a job that uses it would wait for ever"
+    )
     paths = " ".join(lock["path"] for lock in stale)
-    return Wrong(report.host.name, value, rule, f"On {{host}}: rm {paths}")
+    remedy = f"On {{host}}: rm {paths}"
+    if all(lock["age"] < _COMPILING_SECONDS for lock in stale):
+        return Wrong(report.host.name, value, rule, f"If no other host compiles it now: {remedy}", "warning")
+    return Wrong(report.host.name, value, rule, remedy)
 
 
 def _locks_of(report: HostReport) -> list[dict[str, Any]]:
