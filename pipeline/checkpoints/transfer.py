@@ -10,6 +10,7 @@ from typing import Any
 
 from deepspeed.runtime.pipe.module import PipelineModule
 
+from pipeline.checkpoints.distribution import complete_hosts
 from pipeline.checkpoints.folder import (
     Checkpoint,
     TrainState,
@@ -51,6 +52,7 @@ def load_checkpoint(engine: TrainEngine, checkpoint: Checkpoint) -> TrainState:
     Raises:
         RuntimeError: DeepSpeed loaded nothing, or another step than the manifest names.
     """
+    complete_hosts(engine.parallel, engine.deepspeed.local_rank, checkpoint)
     allowed = engine.job.options.allow_pickle
     stored = StoredState(checkpoint.path, allowed) if checkpoint.has_shard_index else None
     if stored is None or _fits(engine, checkpoint, stored):

@@ -1,0 +1,67 @@
+"""Two hosts, each with a disk of its own: saved, proven and loaded without a common folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.checkpoints.folder import TrainState, read_checkpoint
+from pipeline.checkpoints.proof import Prover, agree_on_checkpoint
+from pipeline.checkpoints.select import select_checkpoint
+from pipeline.checkpoints.transfer import load_checkpoint, save_checkpoint
+from pipeline.job.job import Job
+from pipeline.training.build import build_engine
+from pipeline.training.engine import TrainEngine
+from tests.checkpoints.small import job, start, train
+from tests.harness import run_ranks
+
+ADAM = {"type": "AdamW", "params": {"lr": 0.1}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "zero 0": {},
+    "zero 1": {"zero_optimization": {"stage": 1}},
+    "zero 3": {"zero_optimization": {"stage": 3}},
+    "tensor": {"tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 1}},
+    "pipeline": {"pipeline": {"stages": 2}, "zero_optimization": {"stage": 1}},
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_each_host_keeps_its_own_and_gets_what_it_needs(name: str, tmp_path: Path):
+    jobs = []
+    for host in ("host0", "host1"):
+        (tmp_path / host).mkdir()
+        jobs.append(job(tmp_path / host, optimizer=ADAM, **LAYOUTS[name]))
+    assert run_ranks(save_and_go_on, 2, jobs) == [True, True]
+    checkpoints = [read_checkpoint(tmp_path / h / "run/checkpoints/global_step1") for h in ("host0", "host1")]
+    assert [each.shared for each in checkpoints] == [False, False]
+    assert checkpoints[0].files == checkpoints[1].files
+    for index, each in enumerate(checkpoints):
+        own = [n for n, entry in each.files.items() if "optim_states" in n and entry.host == index]
+        assert all((each.path / name).exists() for name in own)
+
+
+def save_and_go_on(jobs: list[Job]) -> bool:
+    """Two steps in one go, and with a stop between, are the same."""
+    mine = jobs[int(os.environ["RANK"])]
+    engine = on_own_host(start(mine))
+    train(engine, 1)
+    save_checkpoint(engine, mine, TrainState(step=1))
+    wanted = train(engine, 2)
+    parallel = engine.parallel
+    agreed = agree_on_checkpoint(mine, select_checkpoint(mine), Prover(parallel, 0))
+    assert agreed.checkpoint is not None
+    engine = on_own_host(build_engine(mine, parallel))
+    load_checkpoint(engine, agreed.checkpoint)
+    result = train(engine, 2)
+    assert torch.isfinite(torch.tensor(result.loss))
+    return (result.loss, result.grad_norm) == (wanted.loss, wanted.grad_norm)
+
+
+def on_own_host(engine: TrainEngine) -> TrainEngine:
+    """As if this rank were the only one of its host."""
+    engine.deepspeed.local_rank = 0
+    return engine
