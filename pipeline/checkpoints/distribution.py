@@ -18,7 +18,8 @@ from pipeline.checkpoints.manifest import Checkpoint, FileEntry, size_of
 from pipeline.parallel.context import Parallel
 from pipeline.training.agreement import gather_objects
 
-_OWN = "optim_states"  # in the names of the files that a rank keeps to itself
+# In the names of the files that a rank keeps to itself.
+_OWN = ("optim_states", "offloaded_tensors")
 _PIECE = 1 << 25  # bytes that are sent at once
 
 
@@ -30,7 +31,7 @@ def complete_hosts(parallel: Parallel, local_rank: int, checkpoint: Checkpoint) 
     """
     if checkpoint.shared:
         return
-    names = sorted(name for name in checkpoint.files if _OWN not in name)
+    names = sorted(name for name in checkpoint.files if not any(own in name for own in _OWN))
     seen = {name for name in names if size_of(checkpoint.path / name) == checkpoint.files[name].bytes}
     answers = gather_objects(parallel, (local_rank, seen))
     failure = None

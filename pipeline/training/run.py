@@ -121,6 +121,7 @@ def run(
     start_distributed(job.world.device, environment.local_rank, GROUP_TIMEOUT)
     parallel = Parallel.create(job.mesh, GROUP_TIMEOUT)
     stop.ranks_met()
+    link.progress("preparing data", state.step)  # all of a checkpoint is read, as long as that takes
     stopped = lambda: stopping.code() != 0  # noqa: E731
     allowed = job.options.allow_pickle
     prover = Prover(parallel, environment.local_rank, allowed, console.message, stopped)
@@ -131,6 +132,7 @@ def run(
         console = new_console(resume_step=state.step)
         data = _data(job, state, rank, console, remote)
     agree_on_start(parallel, data.fingerprint, state.step)
+    link.progress("building", state.step)
     weights = None if checkpoint else initial_weights(job.options.model).folder
     with captured_stdout():
         engine = build_engine(job, parallel, FolderWeights(weights, job.model) if weights else None)
