@@ -24,12 +24,12 @@ from pipeline.checkpoints.stored import StoredState
 from pipeline.checkpoints.universal import (
     FILE_OVERHEAD,
     Source,
-    Written,
     origin_of,
     write_common,
     write_parameter,
 )
 from pipeline.checkpoints.workplace import Workplace
+from pipeline.checkpoints.written import WrittenFile
 from pipeline.data.locking import file_lock
 from pipeline.job.job import Job
 from pipeline.job.problems import JobError, Problem
@@ -185,8 +185,8 @@ def _check_space(source: Source, left: list[str], place: Workplace) -> None:
 
 def _write_parameters(
     source: Source, names: list[str], place: Workplace, workers: int, written: Callable[[str], None]
-) -> Iterator[tuple[str, list[Written]]]:
-    def write(name: str) -> tuple[str, list[Written]]:
+) -> Iterator[tuple[str, list[WrittenFile]]]:
+    def write(name: str) -> tuple[str, list[WrittenFile]]:
         files = write_parameter(source, name, place.content)
         place.note_written(name, files)
         return name, files
@@ -202,7 +202,7 @@ def _write_parameters(
 
 
 def _reporter(
-    source: Source, done: dict[str, list[Written]], report: Callable[[Progress], None]
+    source: Source, done: dict[str, list[WrittenFile]], report: Callable[[Progress], None]
 ) -> Callable[[str], None]:
     """A function to call with the name of each parameter that has been written."""
     everything = {name: source.bytes_of(name) for name in source.cuts}

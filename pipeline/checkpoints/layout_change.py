@@ -84,7 +84,7 @@ def _fill(engine: TrainEngine, shard: Shard, stored: StoredState, names: dict[An
         for key in (MASTER, *stored.state_names(first)):
             target = shard.master if key == MASTER else state[key]
             flat = target.detach().view(-1).narrow(0, fragment.offset, fragment.numel)
-            flat.copy_(stored.read(name, key, wanted))
+            flat.copy_(stored.view(name, key, wanted))
 
 
 def _slice(engine: TrainEngine, fragment: Fragment) -> Slice:

@@ -119,6 +119,10 @@ class StoredState:
         Only what is asked for is read, but where rows of a matrix cut by columns are put together from
         another number of parts: those are assembled as a whole.
         """
+        return standing_alone(self.view(name, key, wanted))
+
+    def view(self, name: str, key: str, wanted: Slice) -> Tensor:
+        """As `read`, but values that lie in one piece are not copied: they are a part of the mapped file."""
         parts = self._parts[name]
         shape, stored_dim = self.cuts[name]
         dim = wanted.dim if stored_dim is None else stored_dim
@@ -142,8 +146,11 @@ class StoredState:
 
     def _range(self, pieces: Sequence[Piece], key: str, start: int, numel: int) -> Tensor:
         """Elements ``start .. start + numel - 1`` of what the pieces, in order, make up."""
-        values = _pages(numel)
         index = bisect_right([piece.start for piece in pieces], start) - 1
+        first = pieces[index]
+        if start + numel <= first.start + first.numel:
+            return self._tensor(first, key).narrow(0, first.offset + start - first.start, numel).float()
+        values = _pages(numel)
         done = 0
         while done < numel:
             piece = pieces[index]
@@ -196,6 +203,13 @@ class StoredState:
             used = [at for at in holders if at[0] == holders[0][0]][: None if cut.dim is not None else 1]
             pieces[name] = (cut, [sorted(found[name][at], key=lambda piece: piece.start) for at in used])
         return pieces
+
+
+def standing_alone(values: Tensor) -> Tensor:
+    """Values that are all that their storage holds: themselves, or a copy where they are a view of more."""
+    if values.untyped_storage().nbytes() == values.nbytes:
+        return values
+    return _pages(values.numel()).copy_(values)
 
 
 def _pages(numel: int) -> Tensor:

@@ -14,13 +14,12 @@ Each rank of any layout reads from it the part of each parameter that it holds. 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any
 
 import torch
-import xxhash
 from deepspeed.checkpoint.constants import (
     CAT_DIM,
     CLIP_GRAD,
@@ -37,11 +36,12 @@ from deepspeed.git_version_info import version as deepspeed_version
 
 from pipeline.checkpoints.folder import SHARDS, TrainState
 from pipeline.checkpoints.shards import Place
-from pipeline.checkpoints.stored import MASTER, Slice, StoredState
+from pipeline.checkpoints.stored import MASTER, Slice, StoredState, standing_alone
+from pipeline.checkpoints.torch_file import PickledObject
+from pipeline.checkpoints.written import WrittenFile, write_bytes
 from pipeline.job.job import Job
 from pipeline.model.outline import outline
 from pipeline.parallel.parameters import Cut
-from pipeline.training.atomic_file import replaced_atomically
 from pipeline.training.optimizer import build_optimizer
 
 ZERO = "zero"
@@ -52,14 +52,6 @@ MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_st
 FLOAT32 = 4  # bytes
 # What torch.save and the file system add to the tensor of one file, about.
 FILE_OVERHEAD = 8192
-
-
-class Written(NamedTuple):
-    """A file that is on the disk, by its name inside the checkpoint."""
-
-    name: str
-    bytes: int
-    digest: str
 
 
 @dataclass(frozen=True)
@@ -89,27 +81,30 @@ class Source:
         cut = self.cuts[name]
         whole = Slice(None, 1, 0, 0, self.numel(name))
         for key in (MASTER, *self.stored.state_names(name)):
-            content: dict[str, Any] = {PARAM: self.stored.read(name, key, whole).view(cut.full_shape)}
+            values = standing_alone(self.stored.view(name, key, whole))
+            content: dict[str, Any] = {PARAM: values.view(cut.full_shape)}
             if cut.dim is not None:
                 content[CAT_DIM] = cut.dim
             yield FP32 if key == MASTER else key, content
-            del content
+            del values, content
         yield from self.stored.scalars(name).items()
 
 
-def write_parameter(source: Source, name: str, folder: Path) -> list[Written]:
+def write_parameter(source: Source, name: str, folder: Path) -> list[WrittenFile]:
     """Write all files of one parameter of `source` into the checkpoint at `folder`.
 
     Raises:
         OSError: they could not be written.
     """
-    (folder / ZERO / name).mkdir(parents=True, exist_ok=True)
-    return [_save_torch(folder, f"{ZERO}/{name}/{key}.pt", content) for key, content in source.values(name)]
+    return [
+        PickledObject(content).write(folder, f"{ZERO}/{name}/{key}.pt")
+        for key, content in source.values(name)
+    ]
 
 
 def write_common(
     source: Source, job: Job, state: TrainState, origin: dict[str, Any], folder: Path
-) -> list[Written]:
+) -> list[WrittenFile]:
     """Write what is not of one parameter.
 
     Args:
@@ -117,13 +112,12 @@ def write_common(
         state: Where the run stands.
         origin: What the checkpoint is made from, which its `shards.json` keeps.
     """
-    (folder / ZERO).mkdir(parents=True, exist_ok=True)
     counters = _counters(source, job, state)
     index = json.dumps(_index(source, origin)) + "\n"
     return [
-        _save_torch(folder, OPTIMIZER_FILE, _optimizer_state(source, job, state)),
-        *(_save_torch(folder, name, counters) for name in MODEL_FILES),
-        _save(folder, SHARDS, lambda file: file.write(index.encode())),
+        PickledObject(_optimizer_state(source, job, state)).write(folder, OPTIMIZER_FILE),
+        *(PickledObject(counters).write(folder, name) for name in MODEL_FILES),
+        write_bytes(folder, SHARDS, index.encode()),
     ]
 
 
@@ -186,34 +180,3 @@ def _shard(source: Source, name: str) -> dict[str, Any]:
         "state_at": {**tensors, **scalars},
         "fragments": [(name, 0, source.numel(name), 0)],
     }
-
-
-class _Digesting:
-    """Counts and digests what goes into a file."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file, self._digest, self.bytes = file, xxhash.xxh3_128(), 0
-
-    def write(self, data: bytes) -> int:
-        self._digest.update(data)
-        self.bytes += len(data)
-        return self._file.write(data)
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    @property
-    def digest(self) -> str:
-        return f"xxh3_128:{self._digest.hexdigest()}"
-
-
-def _save_torch(folder: Path, name: str, content: Any) -> Written:
-    return _save(folder, name, lambda file: torch.save(content, file))
-
-
-def _save(folder: Path, name: str, write: Callable[[Any], object]) -> Written:
-    """A file that takes its name when all of it is on the disk."""
-    with replaced_atomically(folder / name) as file:
-        digesting = _Digesting(file)
-        write(digesting)
-    return Written(name, digesting.bytes, digesting.digest)

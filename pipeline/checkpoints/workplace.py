@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoints.folder import PARTIAL
 from pipeline.checkpoints.manifest import size_of
-from pipeline.checkpoints.universal import Written
+from pipeline.checkpoints.written import WrittenFile
 from pipeline.training.atomic_file import replaced_atomically, sync_folder
 
 
@@ -42,8 +42,6 @@ class Workplace:
         """Keep what an earlier call left of the same task; throw away anything else."""
         task_file = self.path / "task.json"
         if task_file.exists() and json.loads(task_file.read_text(encoding="utf-8")) == task:
-            for unfinished in self.content.rglob("*.tmp*"):
-                unfinished.unlink()
             return
         task_file.unlink(missing_ok=True)  # first: from here on a crash leaves no task
         (self.path / "proven").unlink(missing_ok=True)
@@ -63,18 +61,18 @@ class Workplace:
         """The source is what was saved."""
         (self.path / "proven").touch()
 
-    def written(self, name: str) -> list[Written] | None:
+    def written(self, name: str) -> list[WrittenFile] | None:
         """The files of a parameter, if all of them are on the disk."""
         note = self.path / "written" / name
         if not note.exists():
             return None
-        files = [Written(*entry) for entry in json.loads(note.read_text(encoding="utf-8"))]
+        files = [WrittenFile(**entry) for entry in json.loads(note.read_text(encoding="utf-8"))]
         return files if all(size_of(self.content / f.name) == f.bytes for f in files) else None
 
-    def note_written(self, name: str, files: list[Written]) -> None:
+    def note_written(self, name: str, files: list[WrittenFile]) -> None:
         """All files of a parameter are on the disk."""
         with replaced_atomically(self.path / "written" / name) as file:
-            file.write(json.dumps(files).encode())
+            file.write(json.dumps([asdict(each) for each in files]).encode())
 
     def publish(self) -> None:
         """Give the complete checkpoint its name."""

@@ -148,12 +148,12 @@ def test_not_a_bit_is_lost(row: Row, runs: Runs):
 
 
 def moments_are_dropped(*_: Any) -> None:
-    read = StoredState.read
+    view = StoredState.view
 
     def forgetful(stored: StoredState, name: str, key: str, wanted: Slice) -> Tensor:
-        return read(stored, name, key, wanted) * (key == MASTER)
+        return view(stored, name, key, wanted) * (key == MASTER)
 
-    StoredState.read = forgetful
+    StoredState.view = forgetful
 
 
 def steps_are_forgotten(*_: Any) -> None:
@@ -163,12 +163,12 @@ def steps_are_forgotten(*_: Any) -> None:
 
 def slices_are_exchanged(*_: Any) -> None:
     """Each tensor rank takes the slice of the one before it."""
-    read = StoredState.read
+    view = StoredState.view
 
     def exchanged(stored: StoredState, name: str, key: str, wanted: Slice) -> Tensor:
-        return read(stored, name, key, wanted._replace(index=(wanted.index - 1) % wanted.parts))
+        return view(stored, name, key, wanted._replace(index=(wanted.index - 1) % wanted.parts))
 
-    StoredState.read = exchanged
+    StoredState.view = exchanged
 
 
 def weights_are_not_refreshed(*_: Any) -> None:
