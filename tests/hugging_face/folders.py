@@ -19,7 +19,7 @@ from pipeline.job.job import Job
 from pipeline.job.options import Options
 from pipeline.job.resolve import resolve
 from pipeline.training.engine import TrainEngine
-from tests.checkpoints.layouts import LAYOUTS
+from tests.checkpoints.layouts import find
 from tests.model.hugging_face import build
 
 ROWS, SEQUENCE = 8, 16
@@ -47,7 +47,7 @@ def only_config(folder: Path, other: Path) -> Path:
 def options(folder: Path, model: Path | str, layout: str = "one", **more: Any) -> Options:
     """Of a run in ``folder / "run"``."""
     path = folder / f"{layout}.json"
-    path.write_text(json.dumps({**CONFIG, **LAYOUTS[layout].config}), encoding="utf-8")
+    path.write_text(json.dumps({**CONFIG, **find(layout).config}), encoding="utf-8")
     values: dict[str, Any] = {
         "deepspeed_config": str(path),
         "model": str(model),
@@ -61,7 +61,7 @@ def options(folder: Path, model: Path | str, layout: str = "one", **more: Any) -
 
 def job(folder: Path, model: Path | str, layout: str = "one", **more: Any) -> Job:
     """The job of these options."""
-    world = World((Host("localhost", LAYOUTS[layout].ranks),), "cpu")
+    world = World((Host("localhost", find(layout).ranks),), "cpu")
     return resolve(options(folder, model, layout, **more), world)
 
 
