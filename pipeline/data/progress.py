@@ -165,7 +165,7 @@ def _strangers(sources: Sequence[Source], saved: Progress) -> list[Problem]:
     if not problems and not here & known:
         names = ", ".join(source.name for source in saved.sources)
         rule = f"holds none of the sources that the checkpoint was trained on ({names})"
-        remedy = "Restore the data, or start anew in another --output_dir"
+        remedy = "Restore the data, keep one of those beside the new, or start anew in another --output_dir"
         problems.append(Problem("data", ", ".join(source.name for source in sources), rule, remedy))
     return problems
 

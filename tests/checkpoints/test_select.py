@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline import check
 from pipeline.checkpoints.folder import TrainState, point_latest, select_checkpoint
 from pipeline.checkpoints.lineage import read_lineage, write_lineage
 from pipeline.checkpoints.manifest import read_checkpoint
@@ -226,3 +227,15 @@ def test_latest_is_no_longer_needed_for_an_older_choice(tmp_path: Path):
     folder = three(tmp_path)
     point_latest(folder, "global_step2")
     assert chosen(tmp_path)[0] == 3
+
+
+def test_the_check_shows_what_the_start_would_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = three(tmp_path)
+    _truncate(folder / "global_step3")
+    arguments = ["--deepspeed_config", str(tmp_path / "ds.json"), "--model", "tiny"]
+    arguments += ["--output_dir", str(tmp_path / "run"), "--world_size", "4", "--train_steps", "77"]
+    assert check.main(arguments) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"passed over {folder}/global_step3: it is no complete checkpoint" in shown
+    assert f"resumed from {folder}/global_step2; layout changed: data 2 -> 4" in shown
+    assert "settings changed since it was saved: " in shown and "-> 77" in shown

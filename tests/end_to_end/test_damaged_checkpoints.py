@@ -59,6 +59,24 @@ def test_a_file_that_would_run_something_ends_the_start_on_every_rank(shop: Work
     assert not witness.exists()
 
 
+def test_old_checkpoints_go_and_new_settings_are_told(shop: Workshop):
+    arguments = shop.arguments("run", shop.config(), "--save_interval", "1", "--keep_last", "1", steps=3)
+    run_job(arguments, 2).check()
+    folder = shop.folder / "run" / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["global_step3", "latest"]
+    changed = shop.config(
+        "changed", train_batch_size=4, gradient_clipping=0.5, zero_optimization={"stage": 1}
+    )
+    more = ["--deepspeed_config", changed, "--train_steps", "5", "--keep_every", "4"]
+    result = run_job([*arguments, *more], 2).check()
+    said = flat(result.stdout[0])
+    assert f"resumed from {folder}/global_step3; layout changed: zero_stage 0 -> 1" in said
+    for change in ("batch.train_batch_size: 8 -> 4", "gradient_clipping: 1 -> 0.5", "train_steps: 3 -> 5"):
+        assert change in said
+    assert sorted(path.name for path in folder.iterdir()) == ["global_step4", "global_step5", "latest"]
+    assert [line["step"] for line in shop.steps("run")] == [1, 2, 3, 4, 5]
+
+
 def _sign_again(path: Path, changed: Path) -> None:
     """What somebody would do who can write there."""
     manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
