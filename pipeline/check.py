@@ -100,13 +100,19 @@ def read_arguments(
 
 
 def check(
-    options: Options, launcher: LauncherOptions, world_size: int | None = None, world: World | None = None
+    options: Options,
+    launcher: LauncherOptions,
+    world_size: int | None = None,
+    world: World | None = None,
+    batch: Sequence[int] = (),
 ) -> Draft:
     """Everything that can be known of a job, with all its problems: those of the launcher's options, the
-    world, the job, and the checkpoint it would resume from. `world` is used instead of resolving one."""
+    world, the job, and the checkpoint it would resume from. `world` is used instead of resolving one, and
+    `batch` as in `examine`."""
     filters = (launcher.include, launcher.exclude, launcher.num_nodes, launcher.num_gpus)
     try:
-        draft = examine(options, world or resolve_world(launcher.hostfile, *filters, world_size))
+        world = world or resolve_world(launcher.hostfile, *filters, world_size)
+        draft = examine(options, world, batch=batch)
     except JobError as error:
         draft = examine(options, None, error.problems)
     draft.problems += launcher_problems(launcher)

@@ -14,12 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.cluster import launch, launcher_command
+from pipeline.cluster import campaign, launch, launcher_command
 from pipeline.cluster.hostfile import Host
 from pipeline.cluster.launcher_command import Launch, plan_launch
 from pipeline.cluster.launcher_options import LauncherOptions, launcher_problems, split_arguments
 from pipeline.cluster.outcome import Outcome, read_outcome, write_outcome
-from pipeline.cluster.run import run_launch
+from pipeline.cluster.run import Result, run_launch
 from pipeline.cluster.start import rank_variables
 from pipeline.cluster.supervise import Ended, Supervisor
 from pipeline.cluster.ticket import OPTION, Ticket, encode, split_ticket
@@ -92,7 +92,7 @@ def test_a_place_below_the_first_host_is_refused() -> None:
 
 
 def test_a_wrong_job_starts_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    monkeypatch.setattr(launch, "start_job", lambda *_: pytest.fail("something was started"))
+    monkeypatch.setattr(campaign, "start_once", lambda *_: pytest.fail("something was started"))
     arguments = "--hostfile no/such/file --master_port 0 --seq_length -3 --train_steps -1"
     assert launch.main(arguments.split()) == 2
     printed = " ".join(capsys.readouterr().err.split())
@@ -105,7 +105,7 @@ def test_a_wrong_job_starts_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 def test_the_dict_for_deepspeed_is_printed_before_the_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(launch, "start_job", lambda *_: 0)
+    monkeypatch.setattr(campaign, "start_once", lambda *_: Result(0))
     assert launch.main(["--print_config", "--output_dir", str(tmp_path)]) == 0
     assert '"train_micro_batch_size_per_gpu"' in capsys.readouterr().out
 

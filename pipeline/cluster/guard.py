@@ -256,10 +256,9 @@ class Guard:
     def _pass_signals_on(self) -> None:
         received, self._signals[:] = list(self._signals), []
         for number in received:
-            if self._process is not None:
-                self._process.send_signal(number)
-            elif self._reported is None:
-                self._give_up(f"{signal.Signals(number).name} before the rank was started", "ended")
+            self._stop(number)
+            if number in (signal.SIGTERM, signal.SIGUSR1):  # this host may be taken away: all are to save
+                self._contact.send(signal=signal.Signals(number).name, **{"is": "signal"})
 
     def _listen_to_rank(self) -> None:
         for ended in self._output.pump():
@@ -301,7 +300,7 @@ class Guard:
         if what == "start" and self._process is None and self._reported is None:
             self._start_rank(order)
         elif what == "stop":
-            self._signals.append(signal.Signals[order["signal"]])
+            self._stop(signal.Signals[order["signal"]])
         elif what == "stacks":
             self._ask_for_stacks()
         elif what == "end":
@@ -315,6 +314,12 @@ class Guard:
             self._released = True
             if self._reported is None:  # the others have waited long enough
                 self._kill()
+
+    def _stop(self, number: int) -> None:
+        if self._process is not None:
+            self._process.send_signal(number)
+        elif self._reported is None:
+            self._give_up(f"{signal.Signals(number).name} before the rank was started", "ended")
 
     def _log_to(self, folder: Path) -> None:
         self._output.log_to(folder)
@@ -374,8 +379,9 @@ class Guard:
             return False
         if self._hub is not None:
             return self._hub.verdict is not None and self._released
-        waited = time.monotonic() - self._reported
-        return self._released or bool(self._contact.lost) or waited > self._ticket.failure_timeout
+        if self._contact.connection is None:  # it has never found a hub
+            return time.monotonic() - self._reported > self._limits.silence
+        return self._released or bool(self._contact.lost)
 
     def _farewell(self) -> None:
         """The last things, when all ranks have ended: the verdict for the host's folder, the log's end."""

@@ -273,6 +273,9 @@ class Hub:
                     time.monotonic(),
                 )
             )
+        elif what == "signal" and self._stop is None and state.ending is None:
+            self._say(f"{message['signal']} on {state.name}: every rank saves and ends.")
+            self.stop("SIGTERM")
         elif what == "stacks":
             self._stacks[state.rank] = message["text"]
         elif what == "ended":

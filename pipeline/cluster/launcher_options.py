@@ -36,6 +36,8 @@ class LauncherOptions:
     launch_addr: str | None = None
     failure_timeout: float = 60.0
     step_timeout: float | None = None
+    max_restarts: int = 0
+    allow_fewer_hosts: int | None = None
 
     @property
     def is_first_host(self) -> bool:
@@ -92,6 +94,19 @@ def launcher_parser() -> argparse.ArgumentParser:
         help="a step after the first that takes longer is hung (default: 20 times the longest of the last "
         "50, at least 300); start-up, evaluations and saves always have 1800",
     )
+    add(
+        "--max_restarts",
+        type=int,
+        metavar="N",
+        help="start again after a failure, from the newest checkpoint, until N starts in a row have brought "
+        "no new one (default: 0)",
+    )
+    add(
+        "--allow_fewer_hosts",
+        type=int,
+        metavar="MIN",
+        help="leave out hosts that fail their check, as long as MIN are left; a step stays what it was",
+    )
     add("--launch_addr", metavar="HOST", help="address of this machine, as the first host reaches it")
     return parser
 
@@ -123,6 +138,7 @@ def launcher_problems(options: LauncherOptions) -> list[Problem]:
         if seconds is not None and not least <= seconds < math.inf:  # nor is NaN a time
             rule = f"must be a number of seconds, at least {least:g}"
             problems.append(Problem(key, seconds, rule, "Give a number of seconds"))
+    problems += _restart_problems(options)
     if options.no_ssh and (options.node_rank is None or options.master_addr is None):
         rule = "each host must know its place and the first host's address"
         problems.append(Problem("no_ssh", True, rule, "Add --node_rank N and --master_addr HOST"))
@@ -134,4 +150,22 @@ def launcher_problems(options: LauncherOptions) -> list[Problem]:
     if options.node_rank is not None and not options.no_ssh:
         rule = "has a meaning with --no_ssh only"
         problems.append(Problem("node_rank", options.node_rank, rule, "Add --no_ssh, or leave it out"))
+    return problems
+
+
+def _restart_problems(options: LauncherOptions) -> list[Problem]:
+    problems = []
+    if options.max_restarts < 0:
+        rule = "must be at least 0"
+        problems.append(Problem("max_restarts", options.max_restarts, rule, "Give a number of restarts"))
+    if options.max_restarts and options.no_ssh:
+        rule = "needs a launch that starts every host; with --no_ssh each host has one of its own"
+        problems.append(Problem("max_restarts", options.max_restarts, rule, "Leave one of them out"))
+    least = options.allow_fewer_hosts
+    if least is not None and least < 1:
+        problems.append(Problem("allow_fewer_hosts", least, "must be at least 1", "Give a number of hosts"))
+    if least is not None and (options.no_ssh or options.no_ssh_check or options.hostfile is None):
+        rule = "needs the hosts of a hostfile, and their check before each start"
+        remedy = "Give --hostfile, and leave --no_ssh and --no_ssh_check out"
+        problems.append(Problem("allow_fewer_hosts", least, rule, remedy))
     return problems

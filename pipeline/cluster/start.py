@@ -18,23 +18,12 @@ from pipeline.cluster.supervise import say
 from pipeline.cluster.ticket import Ticket
 from pipeline.cluster.wire import route_address
 from pipeline.cluster.world import World, is_this_machine
-from pipeline.job.job import Job
-from pipeline.job.problems import EXIT_FAILED
 
 _SSH_SECONDS = 10
 
 
 class NoWay(Exception):
     """This machine does not know how the first host reaches it; the message has the remedy."""
-
-
-def start_job(job: Job, options: LauncherOptions, job_arguments: Sequence[str]) -> int:
-    """Start the ranks, wait for their end, and return the documented exit code."""
-    try:
-        return start_once(job.world, job.output_dir, options, job_arguments).code
-    except NoWay as error:
-        say(f"error: {error}")
-        return EXIT_FAILED
 
 
 def start_once(

@@ -36,6 +36,7 @@ _KILL_SECONDS = 10.0
 # The launcher's processes on all hosts need so long to notice that their ranks have ended. One that cannot be
 # reached holds up pdsh until ssh gives it up.
 _LEAVE_SECONDS = 20.0
+_ORPHANS_SECONDS = 2.0
 # A launcher that ends at once has reached nobody; a guard that it has started is heard of within this time.
 _FIRST_WORD_SECONDS = 2.0
 
@@ -120,6 +121,8 @@ class Supervisor:
         now = time.monotonic()
         if self._hub.verdict is not None:
             self._verdict_at = self._verdict_at or now
+            if self._launcher_gone is not None:  # its processes on other hosts notice by themselves
+                return now - self._verdict_at > _ORPHANS_SECONDS
             return code is not None or now - self._verdict_at > _LEAVE_SECONDS
         if code is None:
             return False

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cluster import launch, running
+from pipeline.cluster import campaign, launch, running
 from pipeline.cluster.lease import Timing
 from pipeline.cluster.running import only_job, running_problems
 from pipeline.job.problems import EXIT_WRONG_JOB, JobError
@@ -66,7 +66,7 @@ def test_a_folder_that_cannot_be_made_is_a_problem(tmp_path: Path) -> None:
 def test_a_start_in_the_folder_of_a_running_job_starts_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(launch, "start_job", lambda *arguments: pytest.fail("ranks were started"))
+    monkeypatch.setattr(campaign, "start_once", lambda *arguments: pytest.fail("ranks were started"))
     with only_job(tmp_path):
         assert launch.main(["--output_dir", str(tmp_path), "--train_steps", "2"]) == EXIT_WRONG_JOB
     assert "another job is running in this folder" in " ".join(capsys.readouterr().err.split())

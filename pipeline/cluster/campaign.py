@@ -1,0 +1,152 @@
+"""A job from its first start to its last: each start is checked, and a failure may be followed by another."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from pipeline.check import can_ask_hosts, check, check_with_hosts, print_draft
+from pipeline.cluster.fewer_hosts import Plan, describe, on_hosts, plan_fewer
+from pipeline.cluster.hosts.host_check import HostCheck
+from pipeline.cluster.hosts.table import hosts_line, hosts_table
+from pipeline.cluster.hub import Limits
+from pipeline.cluster.launcher_options import LauncherOptions
+from pipeline.cluster.restarts import RestartPolicy, resuming
+from pipeline.cluster.run import Result
+from pipeline.cluster.running import running_problems
+from pipeline.cluster.start import NoWay, start_once
+from pipeline.cluster.supervise import say
+from pipeline.job.job import Job
+from pipeline.job.options import Options
+from pipeline.job.problems import EXIT_FAILED, EXIT_WRONG_JOB
+from pipeline.job.report import console, print_problems
+from pipeline.job.resolve import Draft
+
+# A file system forgets the lock of a client that has vanished after about 90 s (NFS).
+_LOCK_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A start that nothing stands in the way of.
+
+    Attributes:
+        launcher: Describes exactly these hosts.
+        batch: Sizes in place of the JSON's; empty for the JSON's own.
+    """
+
+    job: Job
+    launcher: LauncherOptions
+    batch: tuple[int, ...] = ()
+
+
+def run_job(options: Options, launcher: LauncherOptions, arguments: Sequence[str]) -> int:
+    """Check, start, and start again as often as was asked for; the documented exit code of the last start.
+
+    Args:
+        arguments: The job's command line, of which `options` were read.
+    """
+    ready = prepare(options, launcher)
+    if ready is None:
+        return EXIT_WRONG_JOB
+    # On another host than the first, the job that runs in the folder may be this one.
+    if launcher.is_first_host and (problems := running_problems(ready.job.output_dir)):
+        print_problems(console(stderr=True), problems)
+        return EXIT_WRONG_JOB
+    policy = RestartPolicy(launcher.max_restarts)
+    while True:
+        result = _start(ready, arguments)
+        decision = policy.after(result.code, result.verdict, result.stopped)
+        if not decision.restart:
+            if decision.reason:
+                say(f"{decision.reason.capitalize()}.")
+            return result.code
+        if policy.saved is not None:
+            options, arguments = replace(options, resume="auto"), resuming(arguments)
+        following = None
+        while following is None:
+            delay = _delay(decision.delay, result, launcher)
+            say(f"Starting again in {delay:.0f} s ({decision.reason}). Ctrl-C: no further start.")
+            if not _wait(delay, ready.job.output_dir):
+                return EXIT_FAILED
+            following = prepare(options, launcher, again=True)
+            if following is None:
+                decision = policy.after(EXIT_FAILED, None, stopped=False)
+                if not decision.restart:
+                    say(f"{decision.reason.capitalize()}.")
+                    return EXIT_FAILED
+        ready = following
+
+
+def prepare(options: Options, launcher: LauncherOptions, again: bool = False) -> Ready | None:
+    """Check the job and its hosts, and say what was found; None where it cannot start.
+
+    `again`: what has been printed before the first start is not repeated.
+    """
+    draft = check(options, launcher)
+    ready = None
+    if can_ask_hosts(draft, launcher):
+        draft, found = check_with_hosts(draft, launcher)
+        console(stderr=True).print(hosts_table(found) if found.problems else hosts_line(found))
+        if draft.job is None and launcher.allow_fewer_hosts is not None:
+            ready = _on_fewer_hosts(draft, found, launcher)
+    if ready is not None:
+        print_problems(console(stderr=True), draft.problems)
+        return ready
+    if draft.job is None or (launcher.is_first_host and not again):
+        print_draft(draft, stderr=draft.job is None)
+    return None if draft.job is None else Ready(draft.job, launcher)
+
+
+def _on_fewer_hosts(draft: Draft, found: HostCheck, launcher: LauncherOptions) -> Ready | None:
+    """The job without the hosts that fail their check; None, with the reasons in the draft, where it cannot
+    be."""
+    options = draft.options
+    whole = check(options, launcher, world=found.world)
+    bad = sorted({name for each in found.errors for name in each.hosts})
+    if whole.job is None or not bad:
+        return None
+    least = launcher.allow_fewer_hosts or 1
+
+    def on(world: object, batch: tuple[int, ...]) -> Draft:
+        return check(options, launcher, world=world, batch=batch)  # type: ignore[arg-type]
+
+    plan = plan_fewer(whole.job, found.usable, least, on)
+    if not isinstance(plan, Plan):
+        draft.problems += plan
+        return None
+    reasons = "; ".join(dict.fromkeys(each.problem.rule for each in found.errors if each.hosts))
+    say(describe(whole.job, plan, reasons))
+    exact, world = on_hosts(launcher, plan.job.world)
+    return Ready(replace(plan.job, world=world), exact, plan.batch)
+
+
+def _start(ready: Ready, arguments: Sequence[str]) -> Result:
+    try:
+        return start_once(ready.job.world, ready.job.output_dir, ready.launcher, arguments, ready.batch)
+    except NoWay as error:
+        say(f"error: {error}")
+        return Result(EXIT_FAILED)
+
+
+def _delay(seconds: float, result: Result, launcher: LauncherOptions) -> float:
+    """Ranks on a host that is cut off end at the same time as this launch gives the host up, or a little
+    later."""
+    if result.verdict is None or not result.verdict.lost_hosts:
+        return seconds
+    limits = Limits.of(launcher.failure_timeout)
+    return max(seconds, limits.grace + 2 * limits.beat)
+
+
+def _wait(seconds: float, output_dir: str) -> bool:
+    """Wait, and then until nothing holds the folder any more; False where the user does not want to."""
+    try:
+        time.sleep(seconds)
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while running_problems(output_dir) and time.monotonic() < deadline:
+            time.sleep(1.0)
+    except KeyboardInterrupt:
+        say("\nInterrupted between two starts; no rank is running.")
+        return False
+    return True

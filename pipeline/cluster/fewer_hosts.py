@@ -1,0 +1,115 @@
+"""A job on fewer hosts than it was meant for, with the same steps. No torch.
+
+The data-parallel size shrinks; pipeline, tensor and sequence sizes stay. Each replica takes more
+micro-batches, so that a step has as many sequences as before and the loss curve stays what it was.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pipeline.cluster.hostfile import Host
+from pipeline.cluster.launcher_options import LauncherOptions
+from pipeline.cluster.world import World
+from pipeline.job.job import Batch, Job
+from pipeline.job.problems import Problem
+from pipeline.job.resolve import Draft
+
+# Draft of a job on these hosts with these batch sizes (train, micro, accumulation steps).
+Check = Callable[[World, tuple[int, ...]], Draft]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A start on some of the hosts.
+
+    Attributes:
+        job: With the layout of these hosts.
+        batch: Sizes for the ranks, in place of the JSON's.
+        left_out: Names of the other hosts.
+    """
+
+    job: Job
+    batch: tuple[int, ...]
+    left_out: tuple[str, ...]
+
+
+def plan_fewer(full: Job, usable: Sequence[Host], least: int, check: Check) -> Plan | list[Problem]:
+    """The largest number of the usable hosts, in their order, on which the job is legal; or why none is.
+
+    Args:
+        full: The job on all its hosts.
+        least: Fewest hosts that the user wants.
+    """
+    problems: list[Problem] = []
+    for count in range(len(usable), least - 1, -1):
+        hosts = tuple(usable[:count])
+        world = replace(full.world, hosts=hosts)
+        batch = same_step(full, world.size)
+        if isinstance(batch, Problem):
+            problems.append(batch)
+            continue
+        draft = check(world, batch)
+        if draft.job is not None:
+            names = {host.name for host in hosts}
+            left_out = tuple(host.name for host in full.world.hosts if host.name not in names)
+            return Plan(draft.job, batch, left_out)
+        problems += draft.errors
+    if len(usable) < least:
+        rule = f"{len(usable)} of {len(full.world.hosts)} hosts can be used"
+        problems.append(Problem("allow_fewer_hosts", least, rule, "Repair the hosts, or allow fewer"))
+    return problems
+
+
+def same_step(full: Job, world_size: int) -> tuple[int, ...] | Problem:
+    """(train batch, micro-batch, accumulation steps) of the same step on a smaller world; the micro-batch
+    does not grow, because it has to fit the device."""
+    mesh, batch = full.mesh, full.batch
+    model = mesh.pipeline * mesh.sequence * mesh.tensor
+    data, rest = divmod(world_size, model)
+    if rest or data == 0:
+        rule = f"{world_size} ranks are not a multiple of the {model} that hold one replica"
+        return Problem("allow_fewer_hosts", world_size, rule, "Repair the hosts")
+    replica, rest = divmod(batch.train_batch_size, data)
+    if rest:
+        rule = f"a step's {batch.train_batch_size} sequences do not divide by {data} replicas"
+        return Problem("allow_fewer_hosts", world_size, rule, "Repair the hosts, or choose another batch")
+    micro = max(size for size in range(1, batch.micro_batch_size + 1) if replica % size == 0)
+    return batch.train_batch_size, micro, replica // micro
+
+
+def describe(full: Job, plan: Plan, why: str) -> str:
+    """What changes, in one paragraph."""
+    after, mesh = plan.job.batch, plan.job.mesh
+    hosts, all_hosts = len(plan.job.world.hosts), len(full.world.hosts)
+    ranks = f"{plan.job.world.size} of {full.world.size} ranks"
+    kept = f"pipeline {mesh.pipeline}, sequence {mesh.sequence} and tensor {mesh.tensor} stay"
+    return (
+        f"Left out: {', '.join(plan.left_out)} ({why}). The job runs on {hosts} of {all_hosts} hosts, "
+        f"{ranks}: data-parallel size {mesh.data} instead of {full.mesh.data}; {kept}. "
+        f"A step still takes {after.train_batch_size} sequences, with {_sizes(after)} instead of "
+        f"{_sizes(full.batch)}. A checkpoint of the other layout is converted when it is loaded. The next "
+        f"restart uses every host again that passes its check."
+    )
+
+
+def _sizes(batch: Batch) -> str:
+    return f"{batch.accumulation_steps} micro-batches of {batch.micro_batch_size} per replica"
+
+
+def on_hosts(options: LauncherOptions, world: World) -> tuple[LauncherOptions, World]:
+    """The launcher's options for exactly these hosts: a hostfile of their own, without filters.
+
+    The file lies in the folder for temporary files, and ends with the system's cleaning there.
+    """
+    devices = all(host.devices == tuple(range(host.slots)) for host in world.hosts)
+    with tempfile.NamedTemporaryFile("w", prefix="hostfile-", suffix=".txt", delete=False) as file:
+        file.writelines(f"{host.name} slots={max(host.devices) + 1}\n" for host in world.hosts)
+    include = (
+        "" if devices else "@".join(f"{host.name}:{','.join(map(str, host.devices))}" for host in world.hosts)
+    )
+    options = replace(options, hostfile=file.name, include=include, exclude="", num_nodes=None, num_gpus=None)
+    return options, replace(world, hostfile=str(Path(file.name)))

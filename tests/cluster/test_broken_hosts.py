@@ -1,0 +1,178 @@
+"""Ranks on several real hosts, through the real launcher: whatever goes, all end, and the first is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.hosts import HostProcess, Hosts
+
+pytestmark = [pytest.mark.multihost, pytest.mark.slow]
+START = Path(__file__).with_name("start_stand_in.py")
+FAILURE_TIMEOUT = 10
+WORKERS = ("h1", "h2")
+HARD_TO_PASS = ["", "a b", "it's", "$HOME", "`id`", "x;true", "%n", '{"a": 1}']
+
+
+class Job:
+    """Stand-in ranks that do not wait for each other, so that nothing but their guards ends them."""
+
+    def __init__(
+        self, hosts: Hosts, hostfile: Path, *words: str, steps: int = 6000, options: Sequence[str] = ()
+    ):
+        self.hosts, self.folder = hosts, hosts.folder / "run"
+        shutil.rmtree(self.folder, ignore_errors=True)
+        line = [sys.executable, START, "--hostfile", hostfile, "--failure_timeout", FAILURE_TIMEOUT, *options]
+        line += [self.folder, steps, "0.02", *words]
+        environment = {"DS_ACCELERATOR": "cpu", "GLOO_MARK": "a b $X", "AWS_SECRET_ACCESS_KEY": "hidden"}
+        self.size = sum(int(row.split("=")[1]) for row in hostfile.read_text().split())
+        self.process: HostProcess = hosts.start(
+            "h0", [str(word) for word in line], env=environment, cwd="/tmp"
+        )
+
+    def ranks(self) -> list[dict]:
+        """What the ranks say about themselves, when all run."""
+        files = [self.folder / "ranks" / f"{rank}.json" for rank in range(self.size)]
+
+        def are_there() -> bool:
+            assert self.process.returncode is None, self.process.stderr
+            return all(file.exists() for file in files)
+
+        self.hosts.wait_until(are_there, 90, "the ranks")
+        return [json.loads(file.read_text()) for file in files]
+
+    def ends(self, seconds: float = FAILURE_TIMEOUT + 25) -> int:
+        """The exit code; nothing is left on any host but what a login there has."""
+        code = self.process.wait(seconds)
+        for name in WORKERS:
+            left = [line for line in self.hosts.processes(name) if "python" in line]
+            assert left == [], (name, left)
+        return code
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Hosts]:
+    """Hosts whose every test leaves them whole."""
+    from tests.hosts import why_no_hosts
+
+    if reason := why_no_hosts():
+        pytest.skip(reason)
+    with Hosts(2) as started:
+        yield started
+
+
+def test_options_variables_places_and_logs(pair: Hosts) -> None:
+    """Unequal slots, words that shells would read, variables that the launcher does not pass on."""
+    hostfile = pair.folder / "unequal"
+    hostfile.write_text("h1 slots=1\nh2 slots=2\n")
+    job = Job(pair, hostfile, *HARD_TO_PASS, steps=3)
+    assert job.ends(90) == 0, job.process.stderr
+    found = [json.loads((job.folder / "ranks" / f"{rank}.json").read_text()) for rank in range(3)]
+    assert [rank["arguments"][3:] for rank in found] == [HARD_TO_PASS] * 3
+    places = [rank["environment"] for rank in found]
+    assert [(place["RANK"], place["LOCAL_RANK"], place["LOCAL_SIZE"]) for place in places] == [
+        ("0", "0", "1"), ("1", "0", "2"), ("2", "1", "2"),
+    ]  # fmt: skip
+    assert {place["MASTER_ADDR"] for place in places} == {pair.address("h1")}
+    assert {place["GLOO_MARK"] for place in places} == {"a b $X"}
+    assert {place["AWS_SECRET_ACCESS_KEY"] for place in places} == {"hidden"}
+    assert "hidden" not in job.process.stdout + job.process.stderr
+    assert f"rendezvous at {pair.address('h1')}:{places[0]['MASTER_PORT']}" in job.process.stderr
+    logs = sorted(path.name for path in job.folder.glob("logs/*/*"))
+    assert logs == [f"rank_0000{rank}.log" for rank in range(3)]
+
+
+def test_a_single_other_host_is_used(pair: Hosts) -> None:
+    """Not this one, as the launcher would have it."""
+    job = Job(pair, pair.write_hostfile(1, ["h2"], "single"), steps=2)
+    assert job.ends(90) == 0, job.process.stderr
+    assert "Rank 0 is on h2" in job.process.stderr
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("3:9:signal=SIGKILL", "rank 3 on h2: was killed by SIGKILL (out of memory?)"),
+        ("2:9:exit=0", "rank 2 on h2: left with exit code 0 before the job's end"),
+    ],
+)
+def test_a_rank_goes_while_the_others_wait_for_nobody(pair: Hosts, fault: str, told: str) -> None:
+    job = Job(pair, pair.write_hostfile(2), fault)
+    assert job.ends(90) == 1
+    assert told in job.process.stderr
+    assert json.loads((job.folder / "outcome.json").read_text())["rank"] == int(fault[0])
+
+
+def test_a_port_that_is_taken_on_the_first_host(pair: Hosts) -> None:
+    listener = pair.start("h1", [sys.executable, "-m", "http.server", "23456"])
+    try:
+        job = Job(pair, pair.write_hostfile(1), options=["--master_port", "23456"])
+        assert job.process.wait(60) == 1
+        assert "port 23456 of the rendezvous is in use on h1" in job.process.stderr
+    finally:
+        listener.kill()
+
+
+@pytest.mark.parametrize(
+    ("host", "pattern", "code", "told"),
+    [
+        ("h0", "pdsh.bin|/pdsh", 1, "the launcher ended (exit code 0) while ranks were running"),
+        ("h2", "deepspeed.launcher.launch", 1, "on h2: the launcher that started it is gone"),
+        ("h0", "start_stand_in", -signal.SIGKILL, ""),
+    ],
+)
+def test_a_launcher_is_killed(pair: Hosts, host: str, pattern: str, code: int, told: str) -> None:
+    job = Job(pair, pair.write_hostfile(1))
+    job.ranks()
+    pair.run(host, ["pkill", "-KILL", "-f", pattern], timeout=5)
+    assert job.process.wait(FAILURE_TIMEOUT + 25) == code
+    assert told in job.process.stderr
+    pair.wait_until(
+        lambda: not any("python" in line for name in WORKERS for line in pair.processes(name)),
+        FAILURE_TIMEOUT,
+        "the end of every process",
+    )
+
+
+def test_a_notice_to_the_ranks_of_one_host_ends_all_of_them_well(pair: Hosts) -> None:
+    job = Job(pair, pair.write_hostfile(1))
+    job.ranks()
+    pair.run("h2", ["pkill", "-USR1", "-f", "stand_in.py.*--ticket"], timeout=5)
+    assert job.ends() == 3
+    assert "SIGUSR1 on h2: every rank saves and ends" in job.process.stderr
+
+
+@pytest.mark.parametrize("what", ["crash", "unplug", "login host"])
+def test_a_host_is_gone(make_hosts, what: str) -> None:
+    hosts = make_hosts(2)
+    job = Job(hosts, hosts.write_hostfile(1))
+    job.ranks()
+    began = time.monotonic()
+    if what == "login host":
+        hosts.crash("h0", power_loss=True)
+    elif what == "crash":
+        hosts.crash("h2")
+    else:
+        hosts.unplug("h2")
+    # The one that is cut off ends its ranks by itself.
+    alive = [name for name in WORKERS if what != "crash" or name == "h1"]
+    hosts.wait_until(
+        lambda: not any("stand_in" in line for name in alive for line in hosts.processes(name)),
+        FAILURE_TIMEOUT + 5,
+        "the end of the ranks",
+    )
+    assert time.monotonic() - began < FAILURE_TIMEOUT + 5
+    if what != "login host":
+        assert job.process.wait(25) == 1
+        told = (
+            "contact with its guard on h2 is lost" if what == "crash" else "nothing was heard from h2 for 5 s"
+        )
+        assert told in job.process.stderr
+        assert json.loads((job.folder / "outcome.json").read_text())["rank"] == 1

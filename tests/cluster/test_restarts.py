@@ -1,0 +1,189 @@
+"""When a failed job is started again, and on what."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.check import check
+from pipeline.cluster.fewer_hosts import Plan, describe, on_hosts, plan_fewer, same_step
+from pipeline.cluster.hostfile import Host, read_hostfile
+from pipeline.cluster.launcher_options import LauncherOptions, launcher_problems
+from pipeline.cluster.restarts import RestartPolicy, resuming
+from pipeline.cluster.roster import Failure, Roster, Verdict, error_kind, first_failure, ranges
+from pipeline.cluster.world import World
+from pipeline.job.job import Job
+from pipeline.job.options import Options
+
+HOSTS = tuple(Host(f"h{number}", 2) for number in range(1, 5))
+WORLD = World(HOSTS, "cuda", None, True, "hosts")
+
+
+def failed(
+    step: int = 3, saved: int | None = None, kind: str = "error", message: str = "full disk"
+) -> Verdict:
+    failure = Failure(kind, 1, step, message)  # type: ignore[arg-type]
+    return Verdict("failed", step, message, 1, failure, saved=saved)
+
+
+def decisions(policy: RestartPolicy, *verdicts: Verdict | None) -> list[bool]:
+    return [policy.after(1, verdict, stopped=False).restart for verdict in verdicts]
+
+
+@pytest.mark.parametrize("code", [0, 2, 3])
+def test_only_failures_are_followed_by_a_start(code: int) -> None:
+    assert not RestartPolicy(3).after(code, failed(), stopped=False).restart
+
+
+def test_whoever_asked_for_the_end_gets_it() -> None:
+    assert not RestartPolicy(3).after(1, failed(saved=2), stopped=True).restart
+    assert not RestartPolicy(0).after(1, failed(saved=2), stopped=False).restart
+
+
+def test_restarts_in_vain_are_counted_and_delayed() -> None:
+    policy = RestartPolicy(3)
+    lost = [failed(step, kind="lost", message="h2 is gone") for step in (3, 3, 3, 3)]
+    found = [policy.after(1, verdict, stopped=False) for verdict in lost]
+    assert [each.restart for each in found] == [True, True, True, False]
+    assert [each.delay for each in found[:3]] == [5, 10, 20]
+    assert "3 restarts have brought no new checkpoint" in found[3].reason
+
+
+def test_a_new_checkpoint_begins_the_count_anew() -> None:
+    policy = RestartPolicy(1)
+    assert decisions(policy, failed(3, 2), failed(5, 4), failed(6, 6)) == [True, True, True]
+    assert policy.saved == 6
+    # The same checkpoint again is none.
+    assert decisions(policy, failed(7, 6)) == [False]
+
+
+def test_the_same_failure_at_the_same_step_is_not_tried_a_third_time() -> None:
+    policy = RestartPolicy(9)
+    assert policy.after(1, failed(3, 2), stopped=False).restart
+    decision = policy.after(1, failed(3), stopped=False)
+    assert not decision.restart and "the same failure after step 3, twice" in decision.reason
+    # Hosts may be lost as often as they like, and another step is another failure.
+    assert decisions(RestartPolicy(9), *[failed(3, kind="lost")] * 3) == [True] * 3
+    assert decisions(RestartPolicy(9), failed(3), failed(4), failed(3)) == [True] * 3
+
+
+def test_a_start_that_reached_no_rank_counts() -> None:
+    assert decisions(RestartPolicy(2), None, None, None) == [True, True, False]
+
+
+def test_a_restart_goes_on_whatever_the_first_start_was_told() -> None:
+    assert resuming(["--resume", "never", "--seed", "1"]) == ["--seed", "1", "--resume", "auto"]
+    assert resuming(["--resume=x/global_step2"]) == ["--resume", "auto"]
+
+
+# What failed first ---------------------------------------------------------------------------------------
+
+
+def test_a_lost_peer_is_no_cause() -> None:
+    peer = Failure(error_kind("[gloo] Connection closed by peer [127.0.0.1]:5"), 0, 3, "peer", at=1.0)
+    own = Failure(error_kind("OSError: No space left on device"), 3, 3, "own", at=1.2)
+    assert (peer.kind, own.kind) == ("peer", "error")
+    assert first_failure([peer, own]) is own
+    assert first_failure([peer]) is peer
+    assert first_failure([]) is None
+    assert Roster(failures=[peer, own]).verdict().rank == 3
+
+
+def test_lists_of_ranks_are_short() -> None:
+    assert ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+
+
+# Fewer hosts ---------------------------------------------------------------------------------------------
+
+
+def job_on(tmp_path: Path, world: World, batch: tuple[int, ...] = (), **json: object) -> object:
+    return check(options(tmp_path, **json), LauncherOptions(), world=world, batch=batch)
+
+
+def options(tmp_path: Path, **changes: object) -> Options:
+    import json
+
+    values = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 1},
+        **changes,
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(values))
+    return Options(deepspeed_config=str(path), model="tiny", output_dir=str(tmp_path / "run"))
+
+
+def full(tmp_path: Path, **json: object) -> Job:
+    draft = job_on(tmp_path, WORLD, **json)
+    assert draft.job is not None, draft.problems
+    return draft.job
+
+
+BATCH = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
+
+
+@pytest.mark.parametrize(
+    ("json", "usable", "ranks", "batch"),
+    [
+        # 8 replicas of 4 x 1: a step of 32.
+        (BATCH, (0, 1), 4, (32, 4, 2)),
+        (BATCH, (3,), 2, (32, 4, 4)),
+        # 32 sequences on 6 replicas do not go: 4 replicas are used.
+        (BATCH, (0, 2, 3), 4, (32, 4, 2)),
+        # 2 stages: 4 replicas, then 3, which share 12 sequences.
+        (
+            {"pipeline": {"stages": 2}, "train_batch_size": 12, "gradient_accumulation_steps": 3},
+            (0, 1, 2), 6, (12, 1, 4),
+        ),
+        ({"tensor_parallel": {"autotp_size": 2}, **BATCH}, (1,), 2, (16, 4, 4)),
+    ],
+)  # fmt: skip
+def test_a_step_stays_what_it_was(tmp_path: Path, json, usable, ranks: int, batch) -> None:
+    job = full(tmp_path, **json)
+    hosts = [HOSTS[number] for number in usable]
+    plan = plan_fewer(job, hosts, 1, lambda world, sizes: job_on(tmp_path, world, sizes, **json))
+    assert isinstance(plan, Plan), plan
+    assert (plan.job.world.size, plan.batch) == (ranks, batch)
+    assert plan.job.batch.train_batch_size == job.batch.train_batch_size
+    same = ("pipeline", "sequence", "tensor")
+    assert [getattr(plan.job.mesh, name) for name in same] == [getattr(job.mesh, name) for name in same]
+    assert plan.job.mesh.data < job.mesh.data
+    text = describe(job, plan, "unreachable")
+    assert "\n" not in text and f"data-parallel size {plan.job.mesh.data} instead of {job.mesh.data}" in text
+
+
+def test_too_few_hosts_or_too_large_a_replica_are_refused(tmp_path: Path) -> None:
+    job = full(tmp_path, **BATCH)
+    problems = plan_fewer(job, HOSTS[:1], 2, lambda *_: pytest.fail("too few"))
+    assert [problem.key for problem in problems] == ["allow_fewer_hosts"]
+    stages = full(tmp_path, pipeline={"stages": 4}, train_batch_size=8)
+    assert "4 that hold one replica" in same_step(stages, 2).rule
+    assert isinstance(plan_fewer(stages, HOSTS[:1], 1, lambda *_: pytest.fail("no replica")), list)
+
+
+def test_exactly_the_hosts_of_a_plan_are_started(tmp_path: Path) -> None:
+    given = LauncherOptions(hostfile="hosts", exclude="h2", num_gpus=None)
+    exact, world = on_hosts(given, World((HOSTS[0], Host("user@h3", 2)), "cuda", hostfile="hosts"))
+    try:
+        assert read_hostfile(exact.hostfile)[0] == (HOSTS[0], Host("user@h3", 2))
+        assert (exact.exclude, exact.include, world.hostfile) == ("", "", exact.hostfile)
+    finally:
+        Path(exact.hostfile).unlink()
+    chosen, _ = on_hosts(given, World((Host("h3", 2, (1, 3)),), "cuda", hostfile="hosts"))
+    assert (chosen.include, Path(chosen.hostfile).read_text()) == ("h3:1,3", "h3 slots=4\n")
+    Path(chosen.hostfile).unlink()
+
+
+@pytest.mark.parametrize(
+    ("given", "keys"),
+    [
+        ({"max_restarts": -1}, ["max_restarts"]),
+        ({"max_restarts": 1, "no_ssh": True, "node_rank": 0, "master_addr": "h"}, ["max_restarts"]),
+        ({"allow_fewer_hosts": 1}, ["allow_fewer_hosts"]),
+        ({"allow_fewer_hosts": 0, "hostfile": "x"}, ["allow_fewer_hosts"]),
+        ({"allow_fewer_hosts": 1, "hostfile": "x", "no_ssh_check": True}, ["allow_fewer_hosts"]),
+    ],
+)
+def test_options_that_cannot_be_honoured_are_refused(given: dict, keys: list[str]) -> None:
+    assert [problem.key for problem in launcher_problems(LauncherOptions(**given))] == keys
