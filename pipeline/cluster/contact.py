@@ -51,7 +51,7 @@ class Contact:
         self.connection: Connection | None = None
         self.lost = ""
         if self._is_direct:
-            self._orders.append({"do": "start", "environment": {}, "logs": None})
+            self._orders.append({"do": "start", "environment": {}, "logs": None, "mark": ""})
             self._address = LOOPBACK if place.world_size == place.local_size else place.master_addr
         else:
             self._address = ticket.address
@@ -103,7 +103,7 @@ class Contact:
             if not (self._is_direct and order["do"] == "start"):  # it was started at once
                 orders.append(order)
             elif order["logs"]:
-                orders.append({"do": "log", "path": order["logs"]})
+                orders.append(order | {"do": "log"})
         self._check()
         return orders
 

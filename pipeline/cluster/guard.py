@@ -136,6 +136,7 @@ class Guard:
         self._progress: Message | None = None
         self._progress_sent = 0.0
         self._step = 0
+        self._mark = ""
 
     def run(self) -> int:
         """Start the rank, see to it until its end and that of all others; its exit code."""
@@ -232,7 +233,7 @@ class Guard:
         for item in (self._link, *self._output.readers):
             self._selector.register(item, selectors.EVENT_READ)
         if order["logs"]:
-            self._log_to(Path(order["logs"]))
+            self._log_to(order)
 
     # One turn of the loop -------------------------------------------------------------------------------
 
@@ -308,7 +309,9 @@ class Guard:
                 self._kill_at or time.monotonic() + order["grace"], time.monotonic() + order["grace"]
             )
         elif what == "log":
-            self._log_to(Path(order["path"]))
+            self._log_to(order)
+        elif what == "keep":
+            self._output.add_log_of(order["rank"], order["text"])
         elif what == "release":
             self._outcome = Outcome(**order["outcome"])
             self._released = True
@@ -321,8 +324,11 @@ class Guard:
         elif self._reported is None:
             self._give_up(f"{signal.Signals(number).name} before the rank was started", "ended")
 
-    def _log_to(self, folder: Path) -> None:
+    def _log_to(self, order: Message) -> None:
+        folder, self._mark = Path(order["logs"]), order["mark"]
         self._output.log_to(folder)
+        if self._environment.rank == 0:
+            self._output.write_mark(self._mark)
         if self._environment.local_rank == 0:
             forget_old_starts(folder.parent)
 
@@ -368,6 +374,8 @@ class Guard:
         self._output.finish()
         if self._progress is not None:
             self._contact.send(**self._progress)
+        if self._environment.rank != 0 and (text := self._output.kept_elsewhere(self._mark)):
+            self._contact.send(text=text, **{"is": "log"})
         tail = self._output.tail()
         self._contact.send(code=code, by_guard=self._by_guard, tail=tail, **{"is": "ended"})
         self._reported = time.monotonic()

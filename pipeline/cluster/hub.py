@@ -10,6 +10,7 @@ come from it for half the failure time-out. What is lost, dies, hangs or refuses
 
 from __future__ import annotations
 
+import secrets
 import selectors
 import time
 from collections.abc import Callable
@@ -110,6 +111,7 @@ class Hub:
         self._ranks: dict[Connection, int] = {}
         self._watch = StepWatch(settings.step_timeout)
         self._logs: str | None = None
+        self._mark = secrets.token_hex(8)
         self._start_name = time.strftime("%Y%m%d-%H%M%S")
         self._began = self._beat = time.monotonic()
         self._first_hello: float | None = None
@@ -243,7 +245,8 @@ class Hub:
     def _welcome(self, connection: Connection) -> None:
         address, port = self.master or ("", 0)
         environment = dict(self._settings.environment)
-        connection.send(do="start", address=address, port=port, environment=environment, logs=self._logs)
+        order = {"address": address, "port": port, "environment": environment}
+        connection.send(do="start", logs=self._logs, mark=self._mark, **order)
         if self._stop:
             connection.send(do="stop", signal=self._stop)
 
@@ -257,7 +260,7 @@ class Hub:
             self.roster.saved = max(message["step"], self.roster.saved or 0)
         elif what == "folder":
             self._logs = f"{message['path']}/{LOGS_FOLDER}/{self._start_name}"
-            self._broadcast(do="log", path=self._logs)
+            self._broadcast(do="log", logs=self._logs, mark=self._mark)
         elif what == "ending":
             state.ending, state.step, state.message = message["status"], message["step"], message["message"]
             if message.get("early") and self._stop is None:
@@ -276,6 +279,8 @@ class Hub:
         elif what == "signal" and self._stop is None and state.ending is None:
             self._say(f"{message['signal']} on {state.name}: every rank saves and ends.")
             self.stop("SIGTERM")
+        elif what == "log" and 0 in self._guards:
+            self._guards[0].send(do="keep", rank=state.rank, text=message["text"])
         elif what == "stacks":
             self._stacks[state.rank] = message["text"]
         elif what == "ended":

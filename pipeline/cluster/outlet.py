@@ -118,12 +118,21 @@ class Tail:
     """The last bytes of a stream."""
 
     def __init__(self, size: int = 2**14) -> None:
-        self._data = b""
+        self._pieces: deque[bytes] = deque()
+        self._length = 0
         self._size = size
 
     def feed(self, data: bytes) -> None:
-        self._data = (self._data + data)[-self._size :]
+        self._pieces.append(data)
+        self._length += len(data)
+        while self._length - len(self._pieces[0]) >= self._size:
+            self._length -= len(self._pieces.popleft())
+
+    @property
+    def text(self) -> str:
+        """All that is kept."""
+        return b"".join(self._pieces)[-self._size :].decode(errors="replace")
 
     def lines(self, count: int) -> str:
         """The last `count` lines."""
-        return "\n".join(self._data.decode(errors="replace").splitlines()[-count:])
+        return "\n".join(self.text.splitlines()[-count:])

@@ -20,6 +20,10 @@ from pipeline.cluster.owned_process import new_file_in_memory
 KEPT_STARTS = 10
 # How much of a rank's last output goes with the report of its end.
 _TAIL_LINES = 30
+# What goes to the first host of the log of a rank whose host has a file system of its own, in bytes.
+MAX_GATHERED = 2**20
+# Lies beside the logs, so that a host can tell whether it sees the first host's folder.
+MARK_FILE = ".first_host"
 _CLOSE_SECONDS = 2.0
 _PIECE = 2**16
 _MAX_STACKS = 2**20
@@ -41,6 +45,7 @@ class RankOutput:
         self._log = Outlet()
         self._lines = {1: PlainLines(), 2: PlainLines()}
         self._tail = Tail()
+        self._kept = Tail(MAX_GATHERED)
         self._streams: dict[int, int] = {}  # reading end -> 1 or 2
         self._given: list[int] = []
         self.stacks = new_file_in_memory("stacks")
@@ -100,12 +105,36 @@ class RankOutput:
         """Into the rank's log only."""
         if data:
             self._log.write(data)
+            self._kept.feed(data)
 
     def log_to(self, folder: Path) -> None:
         """The rank's log is in this folder from now on, what has been kept so far included."""
         if self.folder is None:
             self.folder = folder
             self._log.open_file(folder / log_name(self._rank))
+
+    def write_mark(self, mark: str) -> None:
+        """Rank 0: leave a sign for the hosts that share this folder."""
+        assert self.folder is not None
+        with contextlib.suppress(OSError):  # a full disk: every host then sends its logs here
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / MARK_FILE).write_text(mark, encoding="utf-8")
+
+    def kept_elsewhere(self, mark: str) -> str:
+        """The end of this rank's log where its folder is not the first host's; else nothing."""
+        if self.folder is None:
+            return ""
+        try:
+            is_shared = (self.folder / MARK_FILE).read_text(encoding="utf-8") == mark
+        except OSError:
+            is_shared = False
+        return "" if is_shared else self._kept.text
+
+    def add_log_of(self, rank: int, text: str) -> None:
+        """Rank 0: keep the log of a rank of another host, beside its own."""
+        if self.folder is not None:
+            with contextlib.suppress(OSError):  # a full disk: that host has it still
+                (self.folder / log_name(rank)).write_text(text, encoding="utf-8")
 
     def take_stacks(self) -> str:
         """What faulthandler has written since the last call."""

@@ -16,7 +16,7 @@ Message = dict[str, Any]
 # The stacks of a rank, or a piece of its log, are the longest messages. More is no message of this project.
 MAX_MESSAGE = 8 * 2**20
 # A peer that does not read is not waited for longer than this many bytes.
-MAX_UNSENT = 64 * 2**20
+MAX_UNSENT = 256 * 2**20
 _PIECE = 2**16
 
 

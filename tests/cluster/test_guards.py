@@ -16,6 +16,8 @@ import psutil
 import pytest
 
 from pipeline.cluster.hub import Hub, HubSettings
+from pipeline.cluster.outlet import Outlet, PlainLines, Tail
+from pipeline.cluster.rank_output import KEPT_STARTS, RankOutput, forget_old_starts
 from pipeline.cluster.roster import Verdict
 from pipeline.cluster.ticket import Ticket, encode
 
@@ -259,3 +261,56 @@ def test_without_a_launch_rank_0_has_the_hub(start: Start) -> None:
     assert not any(guard.wait(30) == 0 for guard in start.guards)
     assert "rank 2 on" in (start.folder / "console0").read_text()
     assert json.loads((start.folder / "outcome.json").read_text())["rank"] == 2
+
+
+def test_nothing_is_kept_twice_where_hosts_share_a_folder(tmp_path: Path) -> None:
+    output = RankOutput(1)
+    output.log(b"a line\n")
+    assert output.kept_elsewhere("mark") == ""  # no folder yet
+    output.log_to(tmp_path / "logs")
+    assert output.kept_elsewhere("mark") == "a line\n"
+    first = RankOutput(0)
+    first.log_to(tmp_path / "logs")
+    first.write_mark("mark")
+    assert output.kept_elsewhere("mark") == ""
+    assert output.kept_elsewhere("another start's") == "a line\n"
+    first.add_log_of(2, "from afar\n")
+    output.close()
+    first.close()
+    assert (tmp_path / "logs" / "rank_00002.log").read_text() == "from afar\n"
+
+
+def test_logs_have_lines_without_the_drawing_of_a_terminal() -> None:
+    lines = PlainLines()
+    drawn = b"\x1b[?25lbar 1\r\x1b[2Kstep 1 \x1b[1mbold\x1b[0m\nbar 2\r\x1b[2Kstep"
+    assert lines.feed(drawn) == b"step 1 bold\n"
+    assert lines.feed(b" 2\r\n") == b"step 2\n"
+    lines.feed(b"\x1b[2K\rlast")
+    assert lines.rest() == b"last\n"
+
+
+def test_the_last_bytes_of_a_stream() -> None:
+    tail = Tail(8)
+    for piece in (b"abc\n", b"defgh\n", b"ij\n"):
+        tail.feed(piece)
+    assert tail.text == "efgh\nij\n"
+    assert tail.lines(1) == "ij"
+
+
+def test_an_outlet_that_nobody_reads_holds_nobody_up(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    outlet = Outlet(writer)
+    began = time.monotonic()
+    for _ in range(100):
+        outlet.write(b"x" * 10**5)
+    outlet.close(0.1)
+    assert time.monotonic() - began < 2
+    os.close(reader)
+
+
+def test_only_the_last_starts_are_kept(tmp_path: Path) -> None:
+    for number in range(KEPT_STARTS + 3):
+        (tmp_path / f"20261130-0000{number:02}").mkdir()
+    forget_old_starts(tmp_path)
+    assert sorted(path.name[-2:] for path in tmp_path.iterdir())[0] == "03"
+    assert len(list(tmp_path.iterdir())) == KEPT_STARTS
