@@ -10,7 +10,7 @@ from pipeline.check import can_ask_hosts, check, check_with_hosts, print_draft
 from pipeline.cluster.fewer_hosts import Plan, describe, on_hosts, plan_fewer
 from pipeline.cluster.hosts.host_check import HostCheck
 from pipeline.cluster.hosts.table import hosts_line, hosts_table
-from pipeline.cluster.hub import Limits
+from pipeline.cluster.hub_settings import Limits
 from pipeline.cluster.launcher_options import LauncherOptions
 from pipeline.cluster.restarts import RestartPolicy, resuming
 from pipeline.cluster.run import Result

@@ -7,7 +7,7 @@ import socket
 import time
 from typing import Any
 
-from pipeline.cluster.hub import DIRECT_PORTS, Limits
+from pipeline.cluster.hub_settings import DIRECT_PORTS, Limits
 from pipeline.cluster.rank_environment import LOOPBACK, RankEnvironment
 from pipeline.cluster.ticket import Ticket
 from pipeline.cluster.wire import Connection, Message

@@ -18,26 +18,26 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
 from pipeline.cluster.contact import Contact, Refused, Unreachable
-from pipeline.cluster.hub import DIRECT_PORTS, Hub, HubSettings, Limits
+from pipeline.cluster.hub import Hub
+from pipeline.cluster.hub_settings import HubSettings, Limits
 from pipeline.cluster.outcome import Outcome, read_outcome, write_outcome
 from pipeline.cluster.owned_process import OwnedProcess
-from pipeline.cluster.rank_environment import RankEnvironment, free_port, read_rank_environment
+from pipeline.cluster.rank_environment import RankEnvironment, free_port
 from pipeline.cluster.rank_link import OPTION, STACKS_SIGNAL, Inherited
 from pipeline.cluster.rank_output import RankOutput, forget_old_starts
+from pipeline.cluster.rank_place import direct_ports, direct_token, is_free_port, placed
 from pipeline.cluster.ticket import Ticket, split_ticket
 from pipeline.cluster.wire import Connection, Message
-from pipeline.job.problems import EXIT_FAILED, EXIT_WRONG_JOB, JobError, Problem
+from pipeline.job.problems import EXIT_FAILED, EXIT_WRONG_JOB, JobError
 
 # What a rank is told when its guard is.
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _TICK_SECONDS = 0.2
-# The deepspeed launcher's number of the host.
-_CROSS_RANK = "CROSS_RANK"
 
 
 def own_rank(argv: Sequence[str]) -> None:
@@ -60,43 +60,6 @@ def own_rank(argv: Sequence[str]) -> None:
     code = guard.run()
     # Not sys.exit: a thread that cannot write to a stopped terminal would be waited for.
     os._exit(code)
-
-
-def placed(ticket: Ticket, environ: Mapping[str, str]) -> RankEnvironment:
-    """This rank's place in the world that was checked.
-
-    The deepspeed launcher numbers the ranks of a host wrongly where hosts have unequal slots
-    (``rank % local ranks``); the number is the place in the host's list.
-
-    Raises:
-        JobError: the launcher has made another world of it.
-    """
-    if not ticket.hosts:
-        return read_rank_environment(environ)
-    # Launchers that know nothing of torch set no rendezvous; the hub names the real one.
-    rendezvous = {"MASTER_ADDR": ticket.address, "MASTER_PORT": str(ticket.port)}
-    found = read_rank_environment(rendezvous | dict(environ))
-    problems = []
-    if found.world_size != ticket.world_size:
-        rule = f"the world that was checked has {ticket.world_size} ranks"
-        problems.append(Problem("WORLD_SIZE", found.world_size, rule, "Start the ranks that were checked"))
-        raise JobError(problems)
-    host, local_rank, slots = ticket.place(found.rank)
-    name = ticket.hosts[host][0]
-    if found.local_size != slots:
-        rule = f"rank {found.rank} belongs to host {name}, which was checked with {slots} ranks"
-        problems.append(Problem("LOCAL_SIZE", found.local_size, rule, "Give every host its slots"))
-    by_deepspeed = environ.get(_CROSS_RANK)
-    if by_deepspeed not in (None, str(host)) or (by_deepspeed is None and found.local_rank != local_rank):
-        rule = f"rank {found.rank} was checked as number {local_rank} on host {name}, and is elsewhere"
-        problems.append(
-            Problem("LOCAL_RANK", found.local_rank, rule, "Let the launcher fill one host after the other")
-        )
-    if problems:
-        raise JobError(problems)
-    return RankEnvironment(
-        found.rank, found.world_size, local_rank, slots, found.master_addr, found.master_port
-    )
 
 
 class Guard:
@@ -213,7 +176,7 @@ class Guard:
                 place.rank, place.world_size, place.local_rank, place.local_size, address, port
             )
             self._environment = place
-            if place.rank == 0 and not _is_free(port):
+            if place.rank == 0 and not is_free_port(port):
                 self._give_up(f"port {port} of the rendezvous is in use on {socket.gethostname()}", "error")
                 return
         mine, its = socket.socketpair()
@@ -420,27 +383,6 @@ class Guard:
         if code == 0 and not self._said_ending:
             return EXIT_FAILED
         return code if code >= 0 else 128 - code
-
-
-def _is_free(port: int) -> bool:
-    """Whether torch's rendezvous could listen there."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
-    return True
-
-
-def direct_ports(place: RankEnvironment) -> range:
-    """Where rank 0's guard listens, and the others look, without a launch."""
-    return range(place.master_port + 1, min(place.master_port + 1 + DIRECT_PORTS, 65536))
-
-
-def direct_token(place: RankEnvironment) -> str:
-    """Tells jobs without a launch apart: two on one host cannot have the same rendezvous port."""
-    return f"{place.master_port}/{place.world_size}"
 
 
 def say(line: str) -> None:

@@ -14,70 +14,21 @@ import secrets
 import selectors
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+from pipeline.cluster.hub_settings import HubSettings, Limits
 from pipeline.cluster.roster import Failure, Kind, RankState, Roster, Verdict, describe_exit, ranges
 from pipeline.cluster.stacks import grouped_stacks
 from pipeline.cluster.step_watch import StepWatch
 from pipeline.cluster.wire import Connection, Message, listen
 from pipeline.job.problems import EXIT_WRONG_JOB
 
-# Ports above the rendezvous that rank 0's guard may listen on where no launch gives an address.
-DIRECT_PORTS = 8
 # In the output folder: a folder for each start, in it a file for each rank.
 LOGS_FOLDER = "logs"
 # After a first report, others may come in that were first.
 SETTLE_SECONDS = 1.0
 # Between the question for the ranks' stacks and the end.
 STACKS_SECONDS = 3.0
-# For the first rank to report: launchers import torch, which a cold file system takes its time to give out.
-# The others follow within the failure time-out.
-START_SECONDS = 300.0
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Times that follow from the failure time-out, in seconds.
-
-    Attributes:
-        beat: Between two signs of life.
-        silence: Without a sign of life, the other side is gone.
-        grace: For ranks to end by themselves after a peer has failed, before they are killed.
-    """
-
-    beat: float
-    silence: float
-    grace: float
-
-    @classmethod
-    def of(cls, failure_timeout: float) -> Limits:
-        """They add up to less than the time-out, with room for the kill and the way."""
-        return cls(min(5.0, failure_timeout / 12), failure_timeout / 2, min(10.0, failure_timeout / 6))
-
-
-@dataclass(frozen=True)
-class HubSettings:
-    """What a hub must know of its start.
-
-    Attributes:
-        world_size: Ranks to expect.
-        token: What a guard must say to be heard.
-        master_addr, master_port: Rendezvous as the user gave it; None: rank 0's own address and a port that
-            is free there. Ignored for a start without a launch, whose launcher has said it.
-        environment: Variables for every rank that may not stand on a command line.
-        start_seconds: How long the first rank may take to report; None: no limit for any of them, since the
-            user starts the hosts one by one.
-    """
-
-    world_size: int
-    token: str
-    failure_timeout: float
-    step_timeout: float | None
-    master_addr: str | None = None
-    master_port: int | None = None
-    environment: tuple[tuple[str, str], ...] = ()
-    start_seconds: float | None = START_SECONDS
 
 
 class Hub:

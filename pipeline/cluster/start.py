@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import secrets
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,8 @@ from pathlib import Path
 
 from pipeline.cluster.deepspeed_env import deepspeed_env
 from pipeline.cluster.forwarded import forwarded
-from pipeline.cluster.hub import Hub, HubSettings
+from pipeline.cluster.hub import Hub
+from pipeline.cluster.hub_settings import HubSettings
 from pipeline.cluster.launcher_command import SCRIPT, plan_launch
 from pipeline.cluster.launcher_options import LauncherOptions
 from pipeline.cluster.run import Result, run_launch
@@ -58,6 +60,9 @@ def start_once(
 
 
 def _hub(world: World, options: LauncherOptions) -> Hub:
+    # A connection for each rank; the usual soft limit is 1,024 open files.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     settings = HubSettings(
         world_size=world.size,
         token=secrets.token_urlsafe(16),

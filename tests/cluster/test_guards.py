@@ -15,7 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.cluster.hub import Hub, HubSettings
+from pipeline.cluster.hub import Hub
+from pipeline.cluster.hub_settings import HubSettings
 from pipeline.cluster.outlet import Outlet, PlainLines, Tail
 from pipeline.cluster.rank_output import KEPT_STARTS, RankOutput, forget_old_starts
 from pipeline.cluster.roster import Verdict
