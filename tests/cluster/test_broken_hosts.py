@@ -84,7 +84,7 @@ def test_options_variables_places_and_logs(pair: Hosts) -> None:
     assert {place["AWS_SECRET_ACCESS_KEY"] for place in places} == {"hidden"}
     assert "hidden" not in job.process.stdout + job.process.stderr
     assert f"rendezvous at {pair.address('h1')}:{places[0]['MASTER_PORT']}" in job.process.stderr
-    logs = sorted(path.name for path in job.folder.glob("logs/*/*"))
+    logs = sorted(path.name for path in job.folder.glob("logs/*/*.log"))
     assert logs == [f"rank_0000{rank}.log" for rank in range(3)]
 
 
