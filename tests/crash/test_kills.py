@@ -8,7 +8,7 @@ import pytest
 
 from tests.crash.lives import killed_run
 
-KILLS = 24
+KILLS = 20
 
 
 @pytest.mark.slow
