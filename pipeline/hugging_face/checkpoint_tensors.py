@@ -37,7 +37,10 @@ def _theirs(entry: Entry, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The tensors of theirs that one parameter of ours is made of."""
     for name in entry.theirs:
         rows = entry.rows_of(name)
-        # A table without its padding is the beginning of ours, which needs no copy.
-        ordered = np.array_equal(rows, np.arange(len(rows)))
-        values = parameter[: len(rows)] if ordered else parameter[torch.from_numpy(rows)]
-        yield name, values.t() if entry.transposed else values
+        turned = parameter.t() if entry.transposed else parameter
+        dim = 1 if entry.transposed else 0
+        if np.array_equal(rows, np.arange(len(rows))):
+            # A table without its padding is the beginning of ours, which needs no copy.
+            yield name, turned.narrow(dim, 0, len(rows))
+        else:
+            yield name, turned.index_select(dim, torch.from_numpy(rows))

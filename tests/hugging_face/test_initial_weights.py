@@ -1,0 +1,253 @@
+"""What `--model` means for weights and tokenizer, and what is wrong with a folder before ranks start."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pipeline.cluster.world import Host, World
+from pipeline.data.tokenizer import ByteTokenizer
+from pipeline.hugging_face.folder_weights import FolderWeights
+from pipeline.hugging_face.weights import folder_weights_problems, initial_weights
+from pipeline.job.model_config import ModelConfig
+from pipeline.job.model_files import load_model
+from pipeline.job.resolve import Draft, examine
+from pipeline.parallel.parameters import Cut
+from tests.hugging_face.folders import only_config, options, write_folder
+
+WORLD = World((Host("localhost", 1),), "cpu")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """GPT-2, in one file."""
+    return write_folder(tmp_path / "model", "gpt2", "1GB")
+
+
+def problems(folder: Path) -> str:
+    return "\n".join(map(str, folder_weights_problems(str(folder), load_model(str(folder), "cpu"))))
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """Change the tensors of a folder that has one file."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def test_weights_of_a_sound_folder(folder: Path, tmp_path: Path):
+    assert problems(folder) == ""
+    assert problems(write_folder(tmp_path / "several", "llama")) == ""
+    assert initial_weights(str(folder)).folder == folder
+
+
+def test_what_model_names(folder: Path, tmp_path: Path):
+    bare = only_config(folder, tmp_path / "bare")
+    assert initial_weights(str(bare)) == (None, f"no weights in {bare}")
+    file, reason = initial_weights(str(folder / "config.json"))
+    assert file is None and f"--model {folder} loads the weights beside it" in reason
+    assert initial_weights(str(bare / "config.json"))[1] == f"{bare / 'config.json'} is a description"
+    assert initial_weights("tiny") == initial_weights("auto") == (None, "")
+
+
+def notes(draft: Draft) -> dict[str, str]:
+    return {note.key: str(note) for note in draft.resolved}
+
+
+def test_the_check_says_where_weights_come_from(folder: Path, tmp_path: Path):
+    bare = only_config(folder, tmp_path / "bare")
+    assert notes(examine(options(tmp_path, folder), WORLD))["weights"] == (
+        f"weights = {folder} (the folder has weights)"
+    )
+    random = notes(examine(options(tmp_path, bare), WORLD))["weights"]
+    assert random == f"weights = random (no weights in {bare})"
+    assert "weights" not in notes(examine(options(tmp_path, "tiny"), WORLD))
+
+
+def cut_off(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+def empty(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"")
+
+
+def huge_header(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 40) + b"{}")
+
+
+def no_json(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 4) + b"nope")
+
+
+def strange_offsets(folder: Path) -> None:
+    header = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"0000")
+
+
+def without(*names: str) -> Callable[[Path], None]:
+    def remove(folder: Path) -> None:
+        rewrite(folder, lambda tensors: [tensors.pop(name) for name in names] and None)
+
+    return remove
+
+
+def more(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.update({"score.weight": torch.zeros(2)}))
+
+
+def other_shape(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.update({"transformer.wpe.weight": torch.zeros(63, 48)}))
+
+
+def other_format(folder: Path) -> None:
+    def quantize(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["transformer.wpe.weight"] = tensors["transformer.wpe.weight"].to(torch.float8_e4m3fn)
+
+    rewrite(folder, quantize)
+
+
+def index_only(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {"transformer.wte.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def index_to_elsewhere(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../a"}}))
+
+
+def wrong_index(folder: Path) -> None:
+    index = {"weight_map": {"no.such.tensor": "model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def broken_index(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text("[")
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+FAULTS = {
+    cut_off: "bytes, and its header describes",
+    empty: "is no safetensors file, or ends in its header",
+    huge_header: "is no safetensors file, or ends in its header",
+    no_json: "its header cannot be read",
+    strange_offsets: "4 bytes are not [2] of F32",
+    without("transformer.wpe.weight"): "lack 1 tensors: transformer.wpe.weight",
+    without("transformer.h.0.attn.c_attn.weight", "transformer.ln_f.bias"): "lack 2 tensors",
+    more: "1 tensors that its model does not: score.weight",
+    other_shape: "transformer.wpe.weight has the shape [63, 48], and config.json makes it [64, 48]",
+    other_format: "are stored as F8_E4M3, and are read as F64, F32, F16, BF16",
+    index_only: "model.safetensors.index.json names model-00001-of-00002.safetensors, which is missing",
+    index_to_elsewhere: "weight_map does not say which file of the folder has which tensor",
+    wrong_index: "says of no.such.tensor that model.safetensors has it, which is not so",
+    broken_index: "model.safetensors.index.json cannot be read",
+    pickled: "has weights as pickles only (pytorch_model.bin), which may run code when they are opened",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_wrong_folder_is_refused_with_the_reason(
+    fault: Callable[[Path], None], folder: Path, tmp_path: Path
+):
+    fault(folder)
+    assert FAULTS[fault] in problems(folder)
+    draft = examine(options(tmp_path, folder), WORLD)
+    assert draft.job is None
+    assert any(FAULTS[fault] in str(problem) for problem in draft.problems)
+
+
+def test_the_check_reads_headers_without_torch(folder: Path, tmp_path: Path):
+    without("transformer.wpe.weight")(folder)
+    config = options(tmp_path, folder).deepspeed_config
+    program = "import sys; from pipeline.check import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+    line = [sys.executable, "-c", program, "--model", str(folder), "--deepspeed_config", config]
+    line += ["--train_steps", "1", "--output_dir", str(tmp_path / "run"), "--world_size", "1"]
+    done = subprocess.run(line, capture_output=True, text=True, check=True)
+    assert "lack 1 tensors: transformer.wpe.weight" in done.stdout
+    assert done.stdout.endswith("2 False\n")
+
+
+def read(folder: Path) -> FolderWeights:
+    return FolderWeights(folder, load_model(str(folder), "cpu"))
+
+
+def embedding(weights: FolderWeights, config: ModelConfig) -> torch.Tensor:
+    shape = (config.padded_vocab_size, config.hidden_size)
+    return weights.part("tied_modules.embed.weight", Cut(shape, None), 1, 0)
+
+
+def test_tensors_that_say_nothing_are_no_problem(folder: Path):
+    """A copy of the embedding, masks, and names without their first word: what older files have."""
+
+    def as_once(tensors: dict[str, torch.Tensor]) -> None:
+        old = {name.removeprefix("transformer."): value for name, value in tensors.items()}
+        tensors.clear()
+        tensors.update(old, **{"h.0.attn.bias": torch.ones(1, 1, 64, 64)})
+        tensors["lm_head.weight"] = old["wte.weight"].clone()
+
+    config, before = load_model(str(folder), "cpu"), read(folder)
+    expected = embedding(before, config)
+    rewrite(folder, as_once)
+    assert problems(folder) == ""
+    assert torch.equal(embedding(read(folder), config), expected)
+
+
+def test_a_tied_output_layer_must_be_a_copy(folder: Path):
+    rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(300, 48)}))
+    with pytest.raises(ValueError, match=r"lm_head\.weight is not the embedding, and config\.json ties them"):
+        embedding(read(folder), load_model(str(folder), "cpu"))
+
+
+# Tokenizers --------------------------------------------------------------------------------------------
+
+
+def other_tokenizer(folder: Path, highest: int) -> None:
+    """The byte tokenizer with one more token."""
+    ByteTokenizer().save(folder)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["added_tokens"].append({**content["added_tokens"][0], "id": highest, "content": "<|more|>"})
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+
+
+def tokenizer_problems(draft: Draft) -> list[str]:
+    return [str(problem) for problem in draft.problems if problem.key == "tokenizer"]
+
+
+def test_weights_need_their_tokenizer(folder: Path, tmp_path: Path):
+    (folder / "tokenizer.json").unlink()
+    (said,) = tokenizer_problems(examine(options(tmp_path, folder), WORLD))
+    assert f"{folder} has weights but no tokenizer.json" in said
+    assert examine(options(tmp_path, folder, tokenizer="bytes"), WORLD).job is not None
+    assert examine(options(tmp_path, only_config(folder, tmp_path / "bare")), WORLD).job is not None
+
+
+def test_tokens_of_another_tokenizer_are_refused(folder: Path, tmp_path: Path):
+    prefix = tmp_path / "tokens"
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"tokens{suffix}").touch()
+    other_tokenizer(tmp_path / "tokens.tokenizer", 257)
+    more = {"data": (str(prefix),)}
+    (said,) = tokenizer_problems(examine(options(tmp_path, folder, **more), WORLD))
+    assert "belong to the tokenizer there, which is another one" in said
+    more["tokenizer"] = "bytes"
+    assert tokenizer_problems(examine(options(tmp_path, folder, **more), WORLD)) == []
+
+
+def test_a_vocabulary_too_small_is_refused(folder: Path, tmp_path: Path):
+    other_tokenizer(folder, 300)
+    said = [str(problem) for problem in examine(options(tmp_path, folder), WORLD).problems]
+    assert any(f"has 300 token ids, and the tokenizer {folder} needs 301" in each for each in said)
