@@ -1,0 +1,91 @@
+"""Whole runs that begin with a folder's weights, and go on without the folder; the page's commands."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.export import main as export
+from pipeline.generate import main as generate
+from tests.end_to_end.jobs import TIMES, write_text
+from tests.harness import run_job
+from tests.hugging_face.folders import only_config, write_folder
+
+PAGE = Path(__file__).parents[2] / "docs" / "hugging_face.md"
+CONFIG = {
+    "train_batch_size": 4,
+    "zero_optimization": {"stage": 3},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+}
+
+
+def arguments(base: Path, run: str, model: Path, steps: int) -> list[str]:
+    (base / "ds.json").write_text(json.dumps(CONFIG))
+    text = base / "text"
+    return [
+        *("--deepspeed_config", str(base / "ds.json"), "--model", str(model)),
+        *("--data", str(text if text.exists() else write_text(text)), "--output_dir", str(base / run)),
+        *("--seq_length", "16", "--train_steps", str(steps), "--eval_samples", "0", "--sample_tokens", "0"),
+    ]
+
+
+def steps(run: Path) -> list[dict[str, object]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_without_the_folder_it_began_with(tmp_path: Path):
+    folder = write_folder(tmp_path / "model", "llama")
+    said = run_job(arguments(tmp_path, "whole", folder, 4), 2).check().stdout[0]
+    assert f"starting at step 0 with the weights in {folder}" in said
+    run_job(arguments(tmp_path, "stopped", folder, 2), 2).check()
+    assert (tmp_path / "stopped" / "tokenizer" / "tokenizer.json").exists()
+    shutil.rmtree(folder)
+    said = run_job(arguments(tmp_path, "stopped", folder, 4), 2).check().stdout[0]
+    assert "resumed from" in said and "weights in" not in said
+    assert steps(tmp_path / "stopped") == steps(tmp_path / "whole")
+    # Nothing but a run of that model goes on without it.
+    refused = run_job(arguments(tmp_path, "another", folder, 4), 1)
+    assert refused.exit_codes == (2,)
+    assert "there is no such file or folder" in refused.stderr[0]
+
+
+def test_random_weights_are_said_to_be_random(tmp_path: Path):
+    folder = write_folder(tmp_path / "model", "gpt2")
+    bare = only_config(folder, tmp_path / "bare")
+    said = run_job(arguments(tmp_path, "run", bare, 1), 1).check().stdout[0]
+    assert f"starting at step 0 from random weights: no weights in {bare}" in said
+
+
+# The page ----------------------------------------------------------------------------------------------
+
+
+def blocks(language: str) -> Iterator[str]:
+    text = PAGE.read_text(encoding="utf-8")
+    return (match[1] for match in re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+
+
+@pytest.mark.slow
+def test_the_pages_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In the order in which one needs them; jobs of two steps."""
+    monkeypatch.chdir(tmp_path)
+    short = ("--eval_samples", "4", "--sample_tokens", "0")
+    run_job(["--output_dir", "runs/chat", "--train_steps", "2", *short], 2, cwd=tmp_path).check()
+    lines = [line for block in blocks("bash") for line in block.splitlines()]
+    commands = {words[2] if words[0] == "python" else words[0]: words for words in map(shlex.split, lines)}
+    assert len(commands) == len(lines) == 3
+    assert export(commands["pipeline.export"][3:]) == 0
+    assert generate(commands["pipeline.generate"][3:]) == 0
+    for code in blocks("python"):
+        exec(code, {})
+    (tmp_path / "finetune.json").write_text(next(blocks("json")))
+    words = commands["./launch.sh"]
+    assert "--train_steps" in words
+    run_job([*words[1:], "--train_steps", "2", *short], 2, cwd=tmp_path).check()
