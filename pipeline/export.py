@@ -46,6 +46,8 @@ class ExportOptions:
     """bytes, or a Hugging Face tokenizer folder. None: the one saved with the checkpoint."""
     overwrite: bool = False
     """Replace a folder that holds a model."""
+    allow_pickle: tuple[str, ...] = ()
+    """MODULE.NAME that the checkpoint's files may ask for when they are read, beyond the pipeline's own."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -100,7 +102,16 @@ def _export(options: ExportOptions) -> Export:
     from pipeline.hugging_face.export_folder import Export
 
     dtype = getattr(torch, options.dtype)
-    return Export(checkpoint, model, tokenizer, Path(options.folder), dtype, largest, options.overwrite)
+    return Export(
+        checkpoint,
+        model,
+        tokenizer,
+        Path(options.folder),
+        dtype,
+        largest,
+        options.overwrite,
+        options.allow_pickle,
+    )
 
 
 def chosen_checkpoint(path: Path) -> Checkpoint:

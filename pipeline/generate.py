@@ -54,6 +54,8 @@ class GenerateOptions:
     """Format to compute in: float32, bfloat16 or float16."""
     tokenizer: str | None = None
     """bytes, or a Hugging Face tokenizer folder. None: the one saved with the checkpoint or in the folder."""
+    allow_pickle: tuple[str, ...] = ()
+    """MODULE.NAME that a checkpoint's files may ask for when they are read, beyond the pipeline's own."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -137,7 +139,7 @@ def _load(options: GenerateOptions) -> Loaded:
     logging.disable_progress_bar()
     dtype, source = getattr(torch, options.dtype), Path(options.source)
     if is_checkpoint(source):
-        return from_checkpoint(chosen_checkpoint(source), options.tokenizer, dtype)
+        return from_checkpoint(chosen_checkpoint(source), options.tokenizer, dtype, options.allow_pickle)
     return from_folder(source, options.tokenizer, dtype)
 
 

@@ -26,6 +26,7 @@ BYTES = "bytes"
 BESIDE_TOKENS = ".tokenizer"
 TOKENIZER, CONFIG = "tokenizer.json", "tokenizer_config.json"
 _SPECIAL_TOKENS = "special_tokens_map.json"
+_MODEL_CONFIG = "config.json"
 # What the library may add at encoding time, and is turned off here: it does not make another tokenizer.
 _NOT_IDENTITY = ("truncation", "padding", "post_processor")
 
@@ -137,8 +138,22 @@ def _eos_token(folder: Path) -> str:
             token: Any = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token")
             if token:
                 return token["content"] if isinstance(token, dict) else token
+    if (folder / _MODEL_CONFIG).is_file() and (token := _token_of_model(folder)) is not None:
+        return token
     rule = f"names no eos_token in {CONFIG}, and a token must end each document"
     raise _Lacking(rule, f'Add "eos_token": "<the token>" to {folder / CONFIG}')
+
+
+def _token_of_model(folder: Path) -> str | None:
+    """The token whose id config.json gives as eos_token_id: older folders name it nowhere else."""
+    eos = json.loads((folder / _MODEL_CONFIG).read_text(encoding="utf-8")).get("eos_token_id")
+    content = json.loads((folder / TOKENIZER).read_text(encoding="utf-8"))
+    if token := next((each["content"] for each in content["added_tokens"] if each["id"] == eos), None):
+        return token
+    vocabulary = content["model"]["vocab"]
+    if isinstance(vocabulary, dict):
+        return next((token for token, number in vocabulary.items() if number == eos), None)
+    return vocabulary[eos][0] if isinstance(eos, int) and 0 <= eos < len(vocabulary) else None
 
 
 def _no_folder(folder: Path, error: Exception) -> Problem:

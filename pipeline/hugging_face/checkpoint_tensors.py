@@ -2,15 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.checkpoints.manifest import Checkpoint, size_of
+from pipeline.checkpoints.proof import Prover
 from pipeline.checkpoints.stored import MASTER, Slice, StoredState
 from pipeline.hugging_face.tensor_map import Entry, tensor_map
 from pipeline.job.model_config import ModelConfig
+from pipeline.job.problems import JobError, Problem
+from pipeline.parallel.context import Parallel
+
+
+def proven_state(checkpoint: Checkpoint, allowed: Collection[str], say: Callable[[str], None]) -> StoredState:
+    """What a checkpoint holds, once the digest of each of its files has been seen to match.
+
+    Args:
+        allowed: Names that its files may ask for, from ``--allow_pickle``.
+        say: Prints how far that is, every few seconds.
+
+    Raises:
+        JobError: a file is missing, damaged or foreign, or nothing says what lies where.
+        RuntimeError: as `StoredState`.
+    """
+    path = str(checkpoint.path)
+    if not checkpoint.has_shard_index:
+        rule = "was saved by a version that did not write down what lies where in it"
+        remedy = "Resume the run from it in its own layout, and save"
+        raise JobError([Problem("checkpoint", path, rule, remedy)])
+    if missing := [name for name in checkpoint.files if size_of(checkpoint.path / name) is None]:
+        rule = (
+            f"was written by hosts without a common file system, and {len(missing)} of its files are not here"
+        )
+        remedy = f"Copy {missing[0]} and the others from the hosts that wrote them into this folder"
+        raise JobError([Problem("checkpoint", path, rule, remedy)])
+    # All files are here, so that this one process may prove those of every host.
+    prover = Prover(Parallel.single(), 0, allowed, say)
+    if failure := prover.failure(replace(checkpoint, shared=True)):
+        raise JobError([Problem("checkpoint", path, failure, "Name another checkpoint")])
+    return StoredState(checkpoint.path, allowed)
 
 
 def tensors(model: ModelConfig, stored: StoredState) -> Iterator[tuple[str, Tensor]]:

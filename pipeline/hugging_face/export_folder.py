@@ -15,7 +15,7 @@ import torch
 from pipeline.checkpoints.manifest import Checkpoint
 from pipeline.checkpoints.stored import StoredState
 from pipeline.data.tokenizer import Tokenizer, vocabulary_problems
-from pipeline.hugging_face.checkpoint_tensors import tensors
+from pipeline.hugging_face.checkpoint_tensors import proven_state, tensors
 from pipeline.hugging_face.families import config_json, generation_config_json
 from pipeline.hugging_face.safetensors_files import SIZES
 from pipeline.hugging_face.safetensors_writer import FORMATS, write_weights
@@ -45,6 +45,7 @@ class Export:
         folder: Made by the export; an earlier one with a model in it is replaced if `overwrite` says so.
         dtype: Format of the weights.
         largest_file: Bytes of tensors in one file.
+        allowed: Names that the checkpoint's files may ask for, from ``--allow_pickle``.
     """
 
     checkpoint: Checkpoint
@@ -54,6 +55,7 @@ class Export:
     dtype: torch.dtype
     largest_file: int
     overwrite: bool
+    allowed: tuple[str, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -68,10 +70,6 @@ def export_problems(export: Export) -> list[Problem]:
         wanted_tensors(export.model)
     except JobError as error:
         problems += error.problems
-    if not export.checkpoint.has_shard_index:
-        rule = "was saved by a version that did not write down what lies where in it"
-        remedy = "Resume the run from it in its own layout, and save"
-        problems.append(Problem("checkpoint", str(export.checkpoint.path), rule, remedy))
     return problems + (_folder_problems(export) or _room_problems(export))
 
 
@@ -112,12 +110,13 @@ def write_export(export: Export, report: Callable[[str], None]) -> list[Path]:
         The files of weights.
 
     Raises:
-        JobError: `export_problems`.
+        JobError: `export_problems`, or the checkpoint is damaged.
         OSError: the disk is full, or cannot be written; nothing has its name then.
         RuntimeError: the checkpoint does not hold its model.
     """
     if problems := export_problems(export):
         raise JobError(problems)
+    state = proven_state(export.checkpoint, export.allowed, report)
     folder = export.folder.absolute()
     partial, replaced = (folder.with_name(f".{folder.name}{end}") for end in (PARTIAL, REPLACED))
     for left in (partial, replaced):
@@ -125,7 +124,7 @@ def write_export(export: Export, report: Callable[[str], None]) -> list[Path]:
             shutil.rmtree(left)
     partial.mkdir(parents=True)
     try:
-        files = _fill(export, partial, report)
+        files = _fill(export, state, partial, report)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -133,7 +132,7 @@ def write_export(export: Export, report: Callable[[str], None]) -> list[Path]:
     return [export.folder / file.name for file in files]
 
 
-def _fill(export: Export, folder: Path, report: Callable[[str], None]) -> list[Path]:
+def _fill(export: Export, state: StoredState, folder: Path, report: Callable[[str], None]) -> list[Path]:
     end = export.tokenizer.end_of_document
     name = str(export.dtype).removeprefix("torch.")
     descriptions = {
@@ -145,7 +144,7 @@ def _fill(export: Export, folder: Path, report: Callable[[str], None]) -> list[P
             stream.write((json.dumps(content, indent=2) + "\n").encode())
     export.tokenizer.save(folder)
     report(f"writing {export.num_bytes / 1e9:,.2f} GB of {name} from {export.checkpoint.path}")
-    values = tensors(export.model, StoredState(export.checkpoint.path))
+    values = tensors(export.model, state)
     files = write_weights(folder, wanted_tensors(export.model), values, export.dtype, export.largest_file)
     sync_folder(folder)
     return files

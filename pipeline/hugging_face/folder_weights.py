@@ -6,6 +6,7 @@ Files are mapped; of each tensor the rows and columns of the part are read, and 
 from __future__ import annotations
 
 import functools
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from pipeline.hugging_face.tensor_map import OUTPUT, TIED, Block, Entry, tensor_
 from pipeline.hugging_face.weights import full_name
 from pipeline.job.model_config import ModelConfig
 from pipeline.parallel.parameters import Cut
+
+# Weights that were trained apart differ everywhere, so that a few places of each file tell.
+SAMPLES, SAMPLE_BYTES = 64, 4096
 
 
 class FolderWeights:
@@ -34,6 +38,19 @@ class FolderWeights:
         self._places = {full_name(name, stored, model): (each.file, name) for name, each in stored.items()}
         self._entries = {entry.name: entry for entry in tensor_map(model)}
         self._open = functools.cache(_open)
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal on hosts that see the same files, by their names, sizes and a sample of their content."""
+        digest = hashlib.sha256()
+        for file in sorted({file for file, _ in self._places.values()}):
+            size = file.stat().st_size
+            digest.update(f"{file.name} {size} ".encode())
+            with file.open("rb") as stream:
+                for index in range(SAMPLES):
+                    stream.seek(size * index // SAMPLES)
+                    digest.update(stream.read(SAMPLE_BYTES))
+        return digest.hexdigest()
 
     def part(self, name: str, cut: Cut, parts: int, index: int) -> Tensor:
         """Part `index` of `parts` of a parameter, in fp32; all of it where it is not cut.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,26 +55,29 @@ def from_folder(folder: Path, tokenizer_name: str | None, dtype: torch.dtype) ->
     return Loaded(model.eval(), tokenizer)
 
 
-def from_checkpoint(checkpoint: Checkpoint, tokenizer_name: str | None, dtype: torch.dtype) -> Loaded:
+def from_checkpoint(
+    checkpoint: Checkpoint, tokenizer_name: str | None, dtype: torch.dtype, allowed: Collection[str] = ()
+) -> Loaded:
     """A checkpoint of any layout, filled into a model of transformers tensor by tensor.
 
     Raises:
-        JobError: no class of transformers computes what the model does, or there is no tokenizer.
+        JobError: no class of transformers computes what the model does, there is no tokenizer, or a file of
+            the checkpoint is damaged.
         RuntimeError: the checkpoint does not hold its model.
     """
-    from pipeline.checkpoints.stored import StoredState
-    from pipeline.hugging_face.checkpoint_tensors import tensors
+    from pipeline.hugging_face.checkpoint_tensors import proven_state, tensors
 
     config = model_of_checkpoint(checkpoint)
     ours = tokenizer_of_checkpoint(checkpoint, tokenizer_name)
     if problems := vocabulary_problems(ours, config.vocab_size):
         raise JobError(problems)
+    state = proven_state(checkpoint, allowed, lambda line: print(line, file=sys.stderr))
     described = config_json(config, str(dtype).removeprefix("torch."), ours.end_of_document)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**described), dtype=dtype)
     model.generation_config = GenerationConfig(**generation_config_json(ours.end_of_document))
     waiting = dict(model.named_parameters())  # a tied output layer is not among them
     with torch.no_grad():
-        for name, values in tensors(config, StoredState(checkpoint.path)):
+        for name, values in tensors(config, state):
             waiting.pop(name).copy_(values)
     if waiting:
         raise RuntimeError(f"{checkpoint.path} does not give {sorted(waiting)} of {type(model).__name__}")

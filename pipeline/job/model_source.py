@@ -52,6 +52,12 @@ def tokenizer_of(options: Options) -> str | None:
     return chosen_tokenizer(options.tokenizer, training_paths(options), model_tokenizer(options))
 
 
+def own_tokenizer(options: Options) -> str | None:
+    """The model's tokenizer, where the run uses it because nothing else is named or lies beside tokens."""
+    own = model_tokenizer(options)
+    return own if options.tokenizer is None and own is not None and tokenizer_of(options) == own else None
+
+
 def output_folder(options: Options, model_name: str) -> str:
     """The run's folder: as given, or runs/<name of the model>."""
     if options.output_dir is not None:

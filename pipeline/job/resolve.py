@@ -17,7 +17,7 @@ from pipeline.job.job import Batch, Job, OptimizerConfig, Precision, Resolved
 from pipeline.job.json_reader import read_json
 from pipeline.job.learning import resolve_learning
 from pipeline.job.model_config import ModelConfig
-from pipeline.job.model_source import model_of, output_folder, starts_anew, weights_problems
+from pipeline.job.model_source import model_of, output_folder, own_tokenizer, starts_anew, weights_problems
 from pipeline.job.monitors import monitor_problems, resolved_monitors
 from pipeline.job.option_ranges import option_problems
 from pipeline.job.options import Options
@@ -213,12 +213,14 @@ def _learning(facts: Facts, draft: Draft) -> None:
 
 
 def _weights(facts: Facts, draft: Draft) -> None:
-    """Where the weights of step 0 come from.
+    """Where the weights of step 0 come from, and the tokenizer, if it comes with them.
 
     Raises:
         JobError: they are not those of the model.
     """
     options, weights = facts.options, initial_weights(facts.options.model)
+    if (tokenizer := own_tokenizer(options)) is not None:
+        draft.note("tokenizer", tokenizer, "it comes with the model")
     if weights.reason and starts_anew(options, Path(output_folder(options, facts.model.name))):
         draft.note("weights", str(weights.folder or "random"), weights.reason)
         if problems := weights_problems(options, facts.model):

@@ -62,6 +62,23 @@ class StartMismatch(RuntimeError):
     """Hosts that must continue from the same checkpoint do not see the same one."""
 
 
+class WeightsMismatch(RuntimeError):
+    """Hosts that must begin with the same weights do not see the same files."""
+
+
+def agree_on_weights(parallel: Parallel, fingerprint: str) -> None:
+    """Compare the files of initial weights that each rank reads, by the hexadecimal hash of what they are.
+
+    Raises:
+        WeightsMismatch: on every rank alike, naming the ranks that differ from rank 0.
+    """
+    rows = gather_rows(parallel, int(fingerprint[:15], 16))
+    if odd := _unlike_first(rows[:, 0]):
+        raise WeightsMismatch(
+            f"ranks {odd} see other files of weights than rank 0: give every host the same folder"
+        )
+
+
 def agree_on_start(parallel: Parallel, fingerprint: str, step: int) -> None:
     """Compare the tokens that each rank reads, by the hexadecimal hash of all of them, and the step after
     which each would go on.

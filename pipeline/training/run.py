@@ -29,8 +29,6 @@ from pipeline.data.preparation import Rules
 from pipeline.data.remote_cache import RemoteCache
 from pipeline.data.sources import SourceSpec, training_sources, validation_sets
 from pipeline.data.training_data import DataSettings, TrainingData, load_data
-from pipeline.hugging_face.folder_weights import FolderWeights
-from pipeline.hugging_face.weights import initial_weights
 from pipeline.job.durations import parse_duration
 from pipeline.job.job import Job
 from pipeline.job.model_source import TOKENIZER_FOLDER, model_tokenizer
@@ -43,6 +41,7 @@ from pipeline.training.console import Console, evaluation_line, make_console
 from pipeline.training.devices import peak_tflops
 from pipeline.training.distributed import share_cores, start_distributed, stop_distributed
 from pipeline.training.engine import TrainEngine
+from pipeline.training.first_weights import first_weights, weights_lines
 from pipeline.training.flops import training_flops_per_token
 from pipeline.training.loop import Abandoned, EvalSet, Loop, TrainingDiverged, evaluate
 from pipeline.training.metrics import EvalMetrics, MetricsFile, MetricsSink, Speedometer
@@ -133,9 +132,9 @@ def run(
         data = _data(job, state, rank, console, remote)
     agree_on_start(parallel, data.fingerprint, state.step)
     link.progress("building", state.step)
-    weights = None if checkpoint else initial_weights(job.options.model).folder
+    weights = None if checkpoint else first_weights(job, parallel)
     with captured_stdout():
-        engine = build_engine(job, parallel, FolderWeights(weights, job.model) if weights else None)
+        engine = build_engine(job, parallel, weights)
     ending = None
     if checkpoint:
         ending = _stopped_before_loading(parallel, stopping, state)
@@ -379,10 +378,7 @@ def origin(job: Job, selection: Selection) -> list[str]:
     """Where the weights come from, and what has been changed since they were saved."""
     if selection.checkpoint is not None:
         return [*selection.notes, *origin_lines(job, selection.checkpoint)]
-    weights = initial_weights(job.options.model)
-    if weights.folder is not None:
-        return [f"starting at step 0 with the weights in {weights.folder}"]
-    return [f"starting at step 0{f' from random weights: {weights.reason}' if weights.reason else ''}"]
+    return weights_lines(job)
 
 
 def parallelism(job: Job) -> list[str]:

@@ -18,11 +18,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pipeline.checkpoints.folder import TrainState
 from pipeline.checkpoints.transfer import save_checkpoint
 from pipeline.export import bytes_of, main
+from pipeline.generate import main as generate
 from pipeline.hugging_face import safetensors_writer
+from pipeline.hugging_face.checkpoint_at import checkpoint_at
+from pipeline.hugging_face.checkpoint_tensors import proven_state
 from pipeline.hugging_face.safetensors_writer import write_weights
 from pipeline.job.job import Job
 from pipeline.job.model_presets import PRESETS
 from pipeline.job.parameters import block_parameters
+from pipeline.job.problems import JobError
 from tests.checkpoints.layouts import LAYOUTS
 from tests.checkpoints.small import start
 from tests.harness import run_ranks
@@ -190,6 +194,37 @@ def test_a_failed_export_leaves_nothing(
     assert "No space left on device" in capsys.readouterr().err
     assert digests(out) == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def damaged(base: Path, tmp_path: Path) -> Path:
+    """A copy of a run, one bit of whose weights is another one."""
+    shutil.copytree(base / "gpt2 run", tmp_path / "run")
+    file = max((tmp_path / "run" / "checkpoints" / "global_step0").glob("*.pt"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    return tmp_path / "run"
+
+
+def test_a_flipped_bit_is_seen(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    run = damaged(base, tmp_path)
+    assert export(run, tmp_path / "out") == 2
+    assert "has another digest than when it was saved" in capsys.readouterr().err
+    assert generate([str(run), "--prompt", "a", *BYTES]) == 2
+    assert "has another digest than when it was saved" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_of_other_hosts_must_be_here(base: Path, tmp_path: Path):
+    checkpoint = checkpoint_at(base / "gpt2 run").checkpoint
+    assert checkpoint is not None
+    apart = replace(
+        checkpoint, shared=False, files={n: replace(e, host=1) for n, e in checkpoint.files.items()}
+    )
+    assert proven_state(apart, (), print).cuts  # copied together, all of it can be read
+    missing = replace(apart, files={**apart.files, "more.pt": next(iter(apart.files.values()))})
+    with pytest.raises(JobError, match=r"1 of its files are not here.*Copy more\.pt"):
+        proven_state(missing, (), print)
 
 
 def test_all_problems_of_a_command_line(tmp_path: Path, capsys: pytest.CaptureFixture):

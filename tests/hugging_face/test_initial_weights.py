@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,17 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.cluster.world import Host, World
 from pipeline.data.tokenizer import ByteTokenizer
+from pipeline.data.tokenizer_files import tokenizer_facts
 from pipeline.hugging_face.folder_weights import FolderWeights
 from pipeline.hugging_face.weights import folder_weights_problems, initial_weights
 from pipeline.job.model_config import ModelConfig
 from pipeline.job.model_files import load_model
 from pipeline.job.resolve import Draft, examine
+from pipeline.parallel.context import Parallel
+from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parameters import Cut
+from pipeline.training.agreement import WeightsMismatch, agree_on_weights
+from tests.harness import init_deepspeed_distributed, run_ranks
 from tests.hugging_face.folders import only_config, options, write_folder
 
 WORLD = World((Host("localhost", 1),), "cpu")
@@ -251,3 +257,50 @@ def test_a_vocabulary_too_small_is_refused(folder: Path, tmp_path: Path):
     other_tokenizer(folder, 300)
     said = [str(problem) for problem in examine(options(tmp_path, folder), WORLD).problems]
     assert any(f"has 300 token ids, and the tokenizer {folder} needs 301" in each for each in said)
+
+
+def test_older_folders_name_the_end_of_a_document_in_config_json_only(folder: Path, tmp_path: Path):
+    (folder / "tokenizer_config.json").unlink()
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, "eos_token_id": 256}))
+    assert tokenizer_facts(str(folder)).eos_token == "<|endoftext|>"
+    (folder / "config.json").write_text(json.dumps({**values, "eos_token_id": 10}))
+    assert tokenizer_facts(str(folder)).end_of_document == 10
+    (folder / "config.json").write_text(json.dumps({**values, "eos_token_id": 50256}))
+    (said,) = tokenizer_problems(examine(options(tmp_path, folder), WORLD))
+    assert "names no eos_token in tokenizer_config.json" in said
+
+
+def test_the_check_says_which_tokenizer_comes_along(folder: Path, tmp_path: Path):
+    said = notes(examine(options(tmp_path, folder), WORLD))["tokenizer"]
+    assert said == f"tokenizer = {folder} (it comes with the model)"
+    assert "tokenizer" not in notes(examine(options(tmp_path, folder, tokenizer="bytes"), WORLD))
+
+
+# Several hosts -----------------------------------------------------------------------------------------
+
+
+def test_fingerprints_tell_weights_apart(folder: Path, tmp_path: Path):
+    before = read(folder).fingerprint
+    (tmp_path / "copy").mkdir()
+    for path in folder.iterdir():
+        (tmp_path / "copy" / path.name).write_bytes(path.read_bytes())
+    assert read(tmp_path / "copy").fingerprint == before
+    rewrite(folder, lambda tensors: [each.mul_(1.001) for each in tensors.values()] and None)
+    assert read(folder).fingerprint != before
+
+
+def agree(fingerprints: list[str]) -> str:
+    init_deepspeed_distributed()
+    parallel = Parallel.create(Mesh(data=2), timedelta(seconds=30))
+    try:
+        agree_on_weights(parallel, fingerprints[parallel.rank])
+    except WeightsMismatch as error:
+        return str(error)
+    return ""
+
+
+def test_hosts_with_other_weights_are_refused_on_all_ranks():
+    assert run_ranks(agree, 2, ["ab" * 32, "ab" * 32]) == ["", ""]
+    said = "ranks [1] see other files of weights than rank 0: give every host the same folder"
+    assert run_ranks(agree, 2, ["ab" * 32, "cd" * 32]) == [said, said]
