@@ -289,10 +289,8 @@ class Sampler:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp2", "dp2 zero3"])
 def test_memory_is_bounded_by_a_layer(layout: str, tmp_path: Path):
-    model = replace(
-        PRESETS["gpt2-124m"].model, vocab_size=257, hidden_size=512, head_dim=64, num_heads=8, num_kv_heads=8,
-        ffn_hidden_size=2048, num_layers=16,
-    )  # fmt: skip
+    # Layers of 28 MB, so that the pieces in which files are proven do not decide.
+    model = replace(PRESETS["gpt2-124m"].model, vocab_size=257, num_layers=8)
     (tmp_path / "model.json").write_text(json.dumps(model.to_json()))
     run_ranks(save_deep_model, LAYOUTS[layout].ranks, job(tmp_path, tmp_path / "model.json", layout))
     (grown,) = run_ranks(most_memory_of_an_export, 1, tmp_path / "run", tmp_path / "out")
