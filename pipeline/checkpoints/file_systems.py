@@ -70,12 +70,14 @@ def find_file_systems(parallel: Parallel, folder: Path, local_rank: int) -> File
     failures = [text for text in gather_objects(parallel, failure) if text]
     seen = min((rank for rank, name in names.items() if (folder / name).exists()), default=-1)
     leaders = tuple(gather_objects(parallel, seen))
-    if own is not None:
+    if own is not None and failure is None:
         own.unlink(missing_ok=True)
     if failures:
         raise OSError(failures[0])
     if -1 in leaders:
+        blind = leaders.index(-1)
+        place = gather_objects(parallel, str(folder))[blind]
         raise RuntimeError(
-            f"rank {leaders.index(-1)} does not see in {folder} what the first rank of its host wrote there"
+            f"rank {blind} does not see in {place} what the first rank of its host wrote there"
         )
     return FileSystems(leaders, hosts)

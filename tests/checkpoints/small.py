@@ -48,6 +48,7 @@ def job(
     ranks: int = 2,
     device: Literal["cpu", "cuda"] = "cpu",
     output: Path | None = None,
+    dropout: float | None = None,
     **changes: Any,
 ) -> Job:
     """The job of `CONFIG` with `changes`; its run folder is `output`, or ``folder / "run"``."""
@@ -59,6 +60,7 @@ def job(
         model=str(model),
         seq_length=SEQUENCE,
         train_steps=4,
+        dropout=dropout,
         output_dir=str(output or folder / "run"),
     )
     return resolve(options, World((Host("localhost", ranks),), device))

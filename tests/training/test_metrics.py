@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from dataclasses import fields
@@ -181,3 +182,51 @@ def test_a_crash_while_repairing_leaves_the_old_file(tmp_path, monkeypatch):
         MetricsFile(path, resume_step=4)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_disk_that_is_full_for_a_while_costs_no_line(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as file:
+        real = file._file
+
+        class Disk:
+            """Takes ten bytes, then nothing."""
+
+            left = 10
+
+            def write(self, data: bytes) -> int:
+                if not self.left:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                taken, self.left = data[: self.left], 0
+                return real.write(taken)
+
+        file.step(metrics(1))
+        file._file = Disk()
+        file.step(metrics(2))
+        file.step(metrics(3))
+        with pytest.raises(OSError, match="No space"):
+            file.sync()
+        file._file = real
+        file.step(metrics(4))
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
+
+
+def test_lines_that_never_fit_are_an_error_in_the_end(tmp_path: Path):
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    real, file._file = file._file, open("/dev/full", "ab", buffering=0)  # noqa: SIM115, PTH123
+    file.step(metrics(1))
+    with pytest.raises(OSError, match="No space"):
+        file.close()
+    real.close()
+
+
+def test_an_evaluation_that_is_due_again_is_taken_out(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as file:
+        for number in (1, 2):
+            file.step(metrics(number))
+            file.evaluation(EvalMetrics(number, 2.0))
+    with MetricsFile(path, 2, evaluation_due=True) as file:
+        file.evaluation(EvalMetrics(2, 1.5))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line.get("eval_loss") for line in lines] == [None, 2.0, None, 1.5]
