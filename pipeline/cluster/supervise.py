@@ -139,8 +139,6 @@ class Supervisor:
             return False
         if self._deadline is None:
             self._deadline = time.monotonic() + self._stop_timeout
-            if self._signals[0] == signal.SIGINT:
-                self._say("\nStopping after this step. Ctrl-C again: stop at once, without saving.")
             self._request_stop(process.pid)
         elif len(self._signals) > 1:
             self._say(f"{self._signals[1].name}: ending every process now, nothing more is saved.")
@@ -151,9 +149,12 @@ class Supervisor:
         return False
 
     def _request_stop(self, launcher: int) -> None:
+        """Rank 0 says that it has heard, and of what; nobody else does."""
+        hung_up = self._signals[0] == signal.SIGHUP  # which ranks do not take
+        number = signal.SIGTERM if hung_up else self._signals[0]
         if self._hub is None:
-            request_stop(launcher)
-        elif not self._hub.stop(signal.SIGTERM.name):
+            request_stop(launcher, number)
+        elif not self._hub.stop(number.name):
             # Nothing to save yet: the launcher ends what it has begun.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(launcher, signal.SIGTERM)
@@ -179,13 +180,13 @@ def _signals_to_take() -> tuple[signal.Signals, ...]:
     return STOP_SIGNALS[:2] if hang_up_ignored else STOP_SIGNALS
 
 
-def request_stop(launcher: int) -> None:
+def request_stop(launcher: int, number: signal.Signals = signal.SIGTERM) -> None:
     """Ask the ranks below process `launcher` to save and end. Before they exist there is nothing to save, and
     the launcher ends."""
     ranks = local_ranks(launcher)
     for rank in ranks:
         with contextlib.suppress(psutil.NoSuchProcess):
-            rank.send_signal(signal.SIGTERM)
+            rank.send_signal(number)
     if not ranks:
         with contextlib.suppress(ProcessLookupError):
             os.kill(launcher, signal.SIGTERM)
