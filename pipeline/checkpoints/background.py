@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,12 +17,10 @@ class WriteReport:
     Attributes:
         files: All of them, complete and on the disk; none where it failed.
         failure: What went wrong, None if nothing did.
-        seconds: How long it took.
     """
 
     files: tuple[WrittenFile, ...]
     failure: str | None
-    seconds: float
 
 
 class Writing:
@@ -57,14 +54,13 @@ class Writing:
         return self._report
 
     def _write(self) -> None:
-        begin = time.monotonic()
         files: tuple[WrittenFile, ...] = ()
         failure = None
         try:
             files = tuple(self._planned.write(self._folder))
         except BaseException as error:  # noqa: BLE001  (reported to every rank, which the save fails on)
             failure = describe_failure(error)
-        self._report = WriteReport(files, failure, time.monotonic() - begin)
+        self._report = WriteReport(files, failure)
 
 
 def describe_failure(error: BaseException) -> str:

@@ -36,7 +36,10 @@ _OWN_SCALE = (
 _OWN_MASTER = ("master weights and optimizer state are fp32 here", _REMOVE)
 _OWN_TENSOR = ("layers are sliced by this pipeline, not by AutoTP", "Keep autotp_size only")
 _OWN_DATA = ("data is loaded by this pipeline, in its own order", "Remove it and use --data")
-_OWN_CHECKPOINTS = ("checkpoints are written by this pipeline", "Remove it; see --save_interval, --resume")
+_OWN_CHECKPOINTS = (
+    "checkpoints are written by this pipeline",
+    "Remove it; see --save_interval, --async_save",
+)
 _RENAMED_OFFLOAD = "the name is DeepSpeed's deprecated one"
 _COMPILED = ("it needs compiled CUDA operators, and weights or gradients lose bits", _REMOVE)
 _UNTESTED = ("it is not tested together with this pipeline's parallelism", _REMOVE)
