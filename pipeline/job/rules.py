@@ -137,6 +137,8 @@ RULES: tuple[Rule, ...] = (
          "training data is no test", training.evaluation),
     Rule("retention", "keep_every needs keep_last",
          "it says what is kept beside the newest checkpoints", training.retention),
+    Rule("async save", "async_save needs the optimizer's state in memory, not on NVMe drives",
+         "it writes a copy of this moment's values", zero.async_save),
     Rule("sample", "A sample needs a prompt", "the model continues something", training.prompt),
     Rule("output folder", "A folder that holds a run takes that model, data, sequence length and seed only; "
          "with checkpoints it is not started anew",

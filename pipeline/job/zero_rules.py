@@ -45,6 +45,12 @@ def nvme(f: Facts) -> Iterable[Problem]:
                 yield f.config.problem(f"{path}.{name}", f"acts with device nvme, not {device}", "Remove it")
 
 
+def async_save(f: Facts) -> Iterable[Problem]:
+    if f.options.async_save and f.offload_device("offload_optimizer") == "nvme":
+        rule = "copies state in memory, and that on NVMe drives would change while it is written"
+        yield Problem("async_save", True, rule, "Leave --async_save out, or offload to cpu")
+
+
 def aio(f: Facts) -> Iterable[Problem]:
     used = "nvme" in (f.offload_device("offload_optimizer"), f.offload_device("offload_param"))
     if f.config.get("aio") is not None and not used:
