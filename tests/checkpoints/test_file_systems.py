@@ -50,7 +50,7 @@ def fail(folders: list[Path], local_ranks: list[int]) -> str:
 def test_a_rank_that_sees_nothing_of_its_host_is_named_to_all(tmp_path: Path):
     folders = [tmp_path / name for name in ("a", "a", "b", "c")]
     (says,) = set(run_ranks(fail, 4, folders, [0, 1, 0, 1]))
-    assert says == f"rank 3 does not see in {folders[3]} what its host's first rank wrote there"
+    assert says == f"rank 3 does not see in {folders[3]} what the first rank of its host wrote there"
 
 
 def test_a_folder_that_cannot_be_made_is_named_to_all(tmp_path: Path):
