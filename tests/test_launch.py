@@ -141,7 +141,7 @@ def command(options: LauncherOptions, world: World) -> str:
             {"include": "h2", "master_addr": "10.0.0.2"},
             ONE_REMOTE,
             "--hostfile hosts --include h2 --force_multi --master_port PORT --master_addr 10.0.0.2"
-            " --no_ssh_check",
+            " --no_ssh_check --enable_each_rank_log None --log_level=critical",
         ),
         (
             {"no_ssh": True, "node_rank": 0, "master_addr": "h1", "launcher_args": "-x A"},

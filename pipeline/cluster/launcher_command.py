@@ -48,6 +48,10 @@ def plan_launch(
     # The launcher's log of its own doings would hide the job's; what it refuses it raises, and that shows.
     arguments = ["--log_level", "critical", *_where(options, world), *_rendezvous(options, world, port)]
     arguments += _passed_on(options)
+    if not world.is_local and not options.no_ssh and options.launcher in (None, "pdsh"):
+        # The level does not reach the other hosts, whose launchers would print every rank's command. What
+        # this option is given goes through a shell there, which makes it two.
+        arguments += ["--enable_each_rank_log", "None --log_level=critical"]
     command = (*deepspeed, *arguments, str(script), encode(ticket))
     return Launch(command, _environment(world, environment), port)
 

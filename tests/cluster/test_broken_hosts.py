@@ -83,6 +83,7 @@ def test_options_variables_places_and_logs(pair: Hosts) -> None:
     assert {place["GLOO_MARK"] for place in places} == {"a b $X"}
     assert {place["AWS_SECRET_ACCESS_KEY"] for place in places} == {"hidden"}
     assert "hidden" not in job.process.stdout + job.process.stderr
+    assert "[INFO]" not in job.process.stdout + job.process.stderr  # the launchers of other hosts are quiet
     assert f"rendezvous at {pair.address('h1')}:{places[0]['MASTER_PORT']}" in job.process.stderr
     logs = sorted(path.name for path in job.folder.glob("logs/*/*.log"))
     assert logs == [f"rank_0000{rank}.log" for rank in range(3)]
