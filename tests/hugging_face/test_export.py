@@ -27,7 +27,7 @@ from pipeline.job.job import Job
 from pipeline.job.model_presets import PRESETS
 from pipeline.job.parameters import block_parameters
 from pipeline.job.problems import JobError
-from tests.checkpoints.layouts import LAYOUTS
+from tests.checkpoints.layouts import find
 from tests.checkpoints.small import start
 from tests.harness import run_ranks
 from tests.hugging_face.folders import TOKENS, job, logits_of_transformers, write_folder
@@ -292,6 +292,6 @@ def test_memory_is_bounded_by_a_layer(layout: str, tmp_path: Path):
     # Layers of 28 MB, so that the pieces in which files are proven do not decide.
     model = replace(PRESETS["gpt2-124m"].model, vocab_size=257, num_layers=8)
     (tmp_path / "model.json").write_text(json.dumps(model.to_json()))
-    run_ranks(save_deep_model, LAYOUTS[layout].ranks, job(tmp_path, tmp_path / "model.json", layout))
+    run_ranks(save_deep_model, find(layout).ranks, job(tmp_path, tmp_path / "model.json", layout))
     (grown,) = run_ranks(most_memory_of_an_export, 1, tmp_path / "run", tmp_path / "out")
     assert grown <= 4 * block_parameters(model), (grown, 4 * block_parameters(model))
