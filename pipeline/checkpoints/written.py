@@ -10,14 +10,21 @@ import contextlib
 import errno
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from pipeline.checkpoints.digests import ALGORITHMS, DEFAULT, digest_of
 
 _CHUNK = 1 << 24
+# A file's bytes go to the disk in portions of this size, while the next are copied into the page cache.
+_PORTION = 1 << 25
+
+
+class _Writable(Protocol):
+    def write(self, data: Any, /) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,7 @@ class DigestStream:
         failure: The first error of the file.
     """
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: _Writable) -> None:
         self.failure: OSError | None = None
         self._file = file
         self._hash = ALGORITHMS[DEFAULT]()
@@ -72,8 +79,67 @@ class DigestStream:
         return WrittenFile(name, self._bytes, f"{DEFAULT}:{self._hash.hexdigest()}")
 
 
+class _EarlySync:
+    """A file whose bytes are sent to the disk while more of them come.
+
+    A disk that begins to work when the last byte is written makes a save take the time of the copying plus
+    that of the disk. A thread begins to send what there is after each portion; a small file has none.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._since = 0
+        self._more = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._ended = False
+        self._failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        count = self._file.write(data)
+        self._since += count
+        if self._since >= _PORTION:
+            self._since = 0
+            self._file.flush()
+            self._begin()
+        return count
+
+    def finish(self) -> None:
+        """Return when every byte is on the disk.
+
+        Raises:
+            OSError: the disk refused some. The system tells that once, to the thread perhaps.
+        """
+        self.close()
+        if self._failure is not None:
+            raise self._failure
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """End the thread; does nothing where it has ended."""
+        self._ended = True
+        self._more.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _begin(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._send, name="early-sync", daemon=True)
+            self._thread.start()
+        self._more.set()
+
+    def _send(self) -> None:
+        while self._more.wait() and not self._ended:
+            self._more.clear()
+            try:
+                os.fdatasync(self._file.fileno())
+            except OSError as error:
+                self._failure = error
+                return
+
+
 @contextlib.contextmanager
-def synced(folder: Path, name: str) -> Iterator[IO[bytes]]:
+def synced(folder: Path, name: str) -> Iterator[_EarlySync]:
     """A new file below `folder` to write to; on the disk when the block ends.
 
     Raises:
@@ -84,10 +150,9 @@ def synced(folder: Path, name: str) -> Iterator[IO[bytes]]:
         if not folder.is_dir():  # it is not made anew where a mount has vanished
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
+        with path.open("wb") as file, contextlib.closing(_EarlySync(file)) as early:
+            yield early
+            early.finish()
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
