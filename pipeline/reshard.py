@@ -79,6 +79,9 @@ def _own_problems(options: ReshardOptions) -> list[Problem]:
         if not getattr(options, name):
             remedy = f"{PROGRAM} CHECKPOINT FOLDER [options]"
             problems.append(Problem(name.upper(), "", "is missing", remedy))
+    if options.folder and Path(options.folder).name in ("", ".."):
+        rule = "is not the name of a folder to make"
+        problems.append(Problem("FOLDER", options.folder, rule, "Name a folder that does not exist"))
     if options.workers < 1:
         problems.append(Problem("workers", options.workers, "must be at least 1", "Raise --workers"))
     return problems

@@ -81,6 +81,10 @@ def convert(
         OSError: a file could not be read or written; what is on the disk is used by the next call.
     """
     place, task = Workplace(folder), task_of(checkpoint, job)
+    _finished(folder, task)  # else a refused call would leave a folder of its own
+    if foreign := place.foreign():
+        rule = f"is where it would be made, and holds {foreign[0]}, which no conversion has made"
+        raise JobError([Problem("FOLDER", str(place.path), rule, "Move it away, or name another folder")])
     place.path.mkdir(parents=True, exist_ok=True)
     try:
         with file_lock(place.path / "lock", 0.0, lambda _: None):

@@ -14,7 +14,6 @@ its name when all of it is on the disk, and loses it before any of it is removed
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from pipeline.checkpoints.manifest import (
@@ -31,7 +30,7 @@ from pipeline.checkpoints.manifest import (
 )
 from pipeline.checkpoints.resume import layout_changes, resume_problems
 from pipeline.checkpoints.select import LATEST, find_checkpoint, select_checkpoint
-from pipeline.training.atomic_file import replaced_atomically, sync_folder
+from pipeline.training.atomic_file import remove_tree, replaced_atomically, sync_folder
 
 __all__ = [
     "CHOOSE_ANOTHER",
@@ -70,7 +69,7 @@ def remove_partial(folder: Path) -> None:
     writes."""
     for pattern in (f"global_step*{PARTIAL}*", f"global_step*{DELETED}"):
         for path in folder.glob(pattern):
-            shutil.rmtree(path)
+            remove_tree(path)
 
 
 def publish(partial: Path) -> Path:
@@ -84,12 +83,11 @@ def publish(partial: Path) -> Path:
     """
     path = partial.with_name(partial.name.removesuffix(PARTIAL))
     replaced = path.with_name(f"{partial.name}.replaced")
-    if path.exists():
+    if path.exists() or path.is_symlink():
         path.rename(replaced)
     partial.rename(path)
     sync_folder(path.parent)
-    if replaced.exists():
-        shutil.rmtree(replaced)
+    remove_tree(replaced)
     return path
 
 
@@ -102,8 +100,7 @@ def point_latest(folder: Path, tag: str) -> None:
 def remove_checkpoint(path: Path) -> None:
     """Remove a checkpoint so that a crash in between leaves nothing that could be taken for one."""
     doomed = path.with_name(path.name + DELETED)
-    if doomed.exists():
-        shutil.rmtree(doomed)
+    remove_tree(doomed)
     path.rename(doomed)
     sync_folder(path.parent)
-    shutil.rmtree(doomed)
+    remove_tree(doomed)

@@ -22,6 +22,8 @@ from pipeline.checkpoints.manifest import size_of
 from pipeline.checkpoints.written import WrittenFile
 from pipeline.training.atomic_file import replaced_atomically, sync_folder
 
+_OWN = ("task.json", "proven", "written", "checkpoint", "lock")
+
 
 @dataclass(frozen=True)
 class Workplace:
@@ -37,6 +39,11 @@ class Workplace:
     def content(self) -> Path:
         """The checkpoint."""
         return self.path / "checkpoint"
+
+    def foreign(self) -> list[str]:
+        """What lies there and is of no conversion: the folder is somebody else's, and must not be removed."""
+        there = self.path.iterdir() if self.path.is_dir() else ()
+        return sorted(each.name for each in there if each.name.partition(".tmp")[0] not in _OWN)
 
     def prepare(self, task: dict[str, Any]) -> None:
         """Keep what an earlier call left of the same task; throw away anything else."""

@@ -25,7 +25,7 @@ from pipeline.job.model_files import CONFIG_FILE
 from pipeline.job.parameters import total_parameters
 from pipeline.job.problems import JobError, Problem
 from pipeline.job.user_input import exists, is_folder
-from pipeline.training.atomic_file import replaced_atomically, sync_folder
+from pipeline.training.atomic_file import remove_tree, replaced_atomically, sync_folder
 
 GENERATION_CONFIG = "generation_config.json"
 PARTIAL, REPLACED = ".export-partial", ".export-replaced"
@@ -76,7 +76,7 @@ def export_problems(export: Export) -> list[Problem]:
 def _folder_problems(export: Export) -> list[Problem]:
     folder, key = export.folder, str(export.folder)
     if not exists(folder) or (is_folder(folder) and not any(folder.iterdir())):
-        nearest = next(path for path in folder.absolute().parents if exists(path))
+        nearest = next(path for path in folder.resolve().parents if exists(path))
         if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
             return []
         return [Problem("folder", key, f"{nearest} cannot be written to", "Name another folder")]
@@ -93,7 +93,7 @@ def _folder_problems(export: Export) -> list[Problem]:
 
 
 def _room_problems(export: Export) -> list[Problem]:
-    nearest = next(path for path in export.folder.absolute().parents if exists(path))
+    nearest = next(path for path in export.folder.resolve().parents if exists(path))
     free, needed = shutil.disk_usage(nearest).free, export.num_bytes + SPARE_BYTES
     if free >= needed:
         return []
@@ -117,11 +117,10 @@ def write_export(export: Export, report: Callable[[str], None]) -> list[Path]:
     if problems := export_problems(export):
         raise JobError(problems)
     state = proven_state(export.checkpoint, export.allowed, report)
-    folder = export.folder.absolute()
+    folder = export.folder.resolve()
     partial, replaced = (folder.with_name(f".{folder.name}{end}") for end in (PARTIAL, REPLACED))
-    for left in (partial, replaced):
-        if left.exists():  # by a crash
-            shutil.rmtree(left)
+    for left in (partial, replaced):  # by a crash
+        remove_tree(left)
     partial.mkdir(parents=True)
     try:
         files = _fill(export, state, partial, report)
@@ -156,5 +155,4 @@ def _publish(partial: Path, folder: Path, replaced: Path) -> None:
         folder.rename(replaced)
     partial.rename(folder)
     sync_folder(folder.parent)
-    if replaced.exists():
-        shutil.rmtree(replaced)
+    remove_tree(replaced)

@@ -112,7 +112,7 @@ def _saved_run(options: Options) -> Path | None:
     path = Path(name) if name.endswith(".json") else Path(name) / CONFIG_FILE
     folder = Path(output_folder(options, str(path)))
     if options.resume != "auto":
-        folder = Path(options.resume).absolute().parents[1]
+        folder = Path(options.resume).absolute().parent.parent
     try:
         saved = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
         return folder if saved["options"]["model"] == name else None

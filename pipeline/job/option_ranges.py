@@ -26,6 +26,7 @@ LOWEST = {
 }
 # All of them fit 64 bits.
 HIGHEST = 2**63 - 1
+LONGEST_DAYS = 36500  # of --time_limit
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 # Options from 0 to below 1.
 SHARES = ("dropout", "eval_fraction")
@@ -75,7 +76,12 @@ def _time_problems(options: Options) -> list[Problem]:
     problems = []
     if options.time_limit:
         try:
-            rule = None if parse_duration(options.time_limit) > 0 else "must be above 0"
+            seconds = parse_duration(options.time_limit)
+            rule = (
+                None
+                if 0 < seconds <= LONGEST_DAYS * 86400
+                else f"must be above 0 and at most {LONGEST_DAYS}d"
+            )
         except ValueError as error:
             rule = str(error)
         if rule is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,15 @@ def replaced_atomically(path: Path) -> Iterator[IO[bytes]]:
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove what has this name, a folder with all in it. Of a link only the link goes: what it leads to may
+    have been put there to be kept."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def sync_files(folder: Path) -> None:

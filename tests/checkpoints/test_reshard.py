@@ -420,6 +420,8 @@ def test_nvme_is_refused(source: Path, tmp_path: Path, capsys: pytest.CaptureFix
         ((), "CHECKPOINT = '': is missing"),
         (("nowhere", "made"), "is neither a checkpoint nor the folder of a run that has one"),
         (("nowhere", "made", "--workers", "0"), "workers = 0: must be at least 1"),
+        (("nowhere", "."), "FOLDER = '.': is not the name of a folder to make"),
+        (("nowhere", "made/.."), "FOLDER = 'made/..': is not the name of a folder to make"),
     ],
 )
 def test_a_wrong_call_is_refused(call: tuple[str, ...], rule: str, capsys: pytest.CaptureFixture[str]):
@@ -432,6 +434,15 @@ def test_a_folder_with_something_in_it_is_refused(source: Path, tmp_path: Path):
     call = [str(source), str(tmp_path / "made"), *target(tmp_path, "one")]
     assert run_ranks(reshard.main, 1, call) == [2]
     assert [path.name for path in (tmp_path / "made").iterdir()] == ["thesis.txt"]
+    assert not (tmp_path / "made.partial").exists()
+
+
+def test_a_folder_in_the_place_of_its_own_work_is_refused(source: Path, tmp_path: Path):
+    (tmp_path / "made.partial").mkdir()
+    (tmp_path / "made.partial" / "thesis.txt").write_text("mine")
+    call = [str(source), str(tmp_path / "made"), *target(tmp_path, "one")]
+    assert run_ranks(reshard.main, 1, call) == [2]
+    assert [path.name for path in tmp_path.joinpath("made.partial").iterdir()] == ["thesis.txt"]
 
 
 def test_an_incomplete_checkpoint_is_refused(

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.checkpoints import folder as folder_module
 from pipeline.checkpoints.folder import TrainState, remove_partial, select_checkpoint
 from pipeline.checkpoints.retention import retain
+from pipeline.training import atomic_file
 from tests.checkpoints.saved_runs import job_in, saved
 from tests.checkpoints.test_select import go_on
 from tests.job.drafts import draft, found
@@ -89,7 +89,7 @@ def test_a_kill_in_the_middle_of_a_removal_leaves_nothing_half(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(folder_module.shutil, "rmtree", kill_after_one_file)
+        patch.setattr(atomic_file.shutil, "rmtree", kill_after_one_file)
         with pytest.raises(Killed):
             retain(folder, 3, job_in(tmp_path, keep_last=1).options, pytest.fail)
     selection = select_checkpoint(job_in(tmp_path))
@@ -99,6 +99,21 @@ def test_a_kill_in_the_middle_of_a_removal_leaves_nothing_half(
     assert kept(folder) == [1, 3]
     retain(folder, 3, job_in(tmp_path, keep_last=1).options, pytest.fail)
     assert kept(folder) == [3]
+
+
+def test_of_a_link_only_the_link_is_removed_and_later_saves_go_on(tmp_path: Path):
+    folder, _ = run_of(tmp_path, 3)
+    archive = tmp_path / "archive"
+    (folder / "global_step2").rename(archive)
+    (folder / "global_step2").symlink_to(archive)
+    retain(folder, 3, job_in(tmp_path, keep_last=1).options, pytest.fail)
+    assert kept(folder) == [3] and not (folder / "global_step2").is_symlink()
+    assert (archive / "manifest.json").exists()
+    (folder / "global_step4.deleted").symlink_to(archive)
+    (folder / "global_step4.partial").write_text("a file")
+    remove_partial(folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["global_step3", "latest"]
+    assert (archive / "manifest.json").exists()
 
 
 def test_what_cannot_be_removed_is_told_and_harms_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

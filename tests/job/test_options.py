@@ -94,6 +94,12 @@ def test_ranges() -> None:
             assert problem.key == name
 
 
+@pytest.mark.parametrize("value", ["0", "36501d", "9" * 400, "9" * 5000])
+def test_a_time_limit_is_a_length_that_can_be_counted(value: str) -> None:
+    (problem,) = option_problems(Options(time_limit=value))
+    assert problem.key == "time_limit"
+
+
 @pytest.mark.parametrize("arguments", [["--data"], ["--data", "--seed", "3"]])
 def test_data_without_a_path_is_not_the_default_text(arguments: list[str]) -> None:
     with pytest.raises(JobError, match="is given without a path"):

@@ -132,6 +132,15 @@ def test_a_file_is_looked_for_now_and_then_only(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("look_always")
+def test_what_cannot_be_removed_does_not_undo_the_stop(tmp_path: Path):
+    file = StopFile(tmp_path / "STOP", removed_when_obeyed=True)
+    (tmp_path / "STOP").mkdir()
+    assert file.seen()
+    file.obeyed()
+    assert not StopFile(tmp_path / "STOP", removed_when_obeyed=True).seen()
+
+
+@pytest.mark.usefixtures("look_always")
 def test_codes_and_their_words(tmp_path: Path):
     clock = Clock()
     limit = TimeLimit(100, None, 0, clock)
