@@ -87,10 +87,11 @@ def option_problems(options: GenerateOptions) -> Iterator[Problem]:
     """Options out of range, and a source that is none."""
     if not is_text(options.prompt) or not options.prompt:
         yield Problem("prompt", options.prompt, "is a text of at least one character", "Give --prompt")
-    for name, lowest in (("max_new_tokens", 1), ("top_k", 1), ("seed", 0)):
+    # The last is what every random generator that transformers seeds takes.
+    for name, lowest, bits in (("max_new_tokens", 1, 63), ("top_k", 1, 63), ("seed", 0, 32)):
         value = getattr(options, name)
-        if value is not None and not lowest <= value < 2**63:
-            rule = f"must be at least {lowest} and fit 63 bits"
+        if value is not None and not lowest <= value < 2**bits:
+            rule = f"must be at least {lowest} and fit {bits} bits"
             yield Problem(name, value, rule, f"Correct --{name}")
     if options.temperature is not None and not 0 < options.temperature < float("inf"):
         rule = "must be above 0: it divides the logits"

@@ -76,12 +76,8 @@ def _time_problems(options: Options) -> list[Problem]:
     problems = []
     if options.time_limit:
         try:
-            seconds = parse_duration(options.time_limit)
-            rule = (
-                None
-                if 0 < seconds <= LONGEST_DAYS * 86400
-                else f"must be above 0 and at most {LONGEST_DAYS}d"
-            )
+            legal = 0 < parse_duration(options.time_limit) <= LONGEST_DAYS * 86400
+            rule = None if legal else f"must be above 0 and at most {LONGEST_DAYS}d"
         except ValueError as error:
             rule = str(error)
         if rule is not None:
