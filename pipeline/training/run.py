@@ -20,7 +20,7 @@ from pipeline.checkpoints.resume import origin_lines
 from pipeline.checkpoints.saver import Saver
 from pipeline.checkpoints.select import Selection, select_checkpoint
 from pipeline.checkpoints.space import checkpoint_bytes
-from pipeline.checkpoints.transfer import load_checkpoint
+from pipeline.checkpoints.transfer import go_on_from, load_checkpoint
 from pipeline.cluster.rank_environment import RankEnvironment
 from pipeline.cluster.rank_link import RankLink
 from pipeline.data.evaluation import eval_batches
@@ -140,6 +140,8 @@ def run(
         ending = _stopped_before_loading(parallel, stopping, state)
         if ending is None:
             load_checkpoint(engine, checkpoint)
+        else:
+            go_on_from(engine, checkpoint)  # for the next start, which may not name it again
     if rank == 0:
         write_run_file(job)  # only now: the folder belongs to a job that could be built
         data.tokenizer.save(Path(job.output_dir) / TOKENIZER_FOLDER)
@@ -151,6 +153,9 @@ def run(
             raise RunFailed(error, engine.step) from error
         finally:
             console.finish()
+    else:
+        what = f"stopped at step {ending.step} before its checkpoint was read ({ending.message})"
+        console.message(f"{what}; {_resume_hint(job)}")
     if ending.status == "stopped":
         stopping.obeyed()
     if rank == 0:

@@ -136,6 +136,27 @@ def test_resume_of_a_named_checkpoint_in_another_folder(shop: Workshop):
     assert run_ranks(differing_files, 1, shop.latest("run"), shop.latest("other")) == [[]]
 
 
+def test_a_stop_before_a_named_checkpoint_is_read_does_not_lose_it(shop: Workshop):
+    """The next start, which names none, must not begin at step 0, nor where the run was before."""
+    config = shop.config()
+    run_job(shop.arguments("run", config, "--save_interval", "1", steps=3), 2).check()
+    path = str(shop.folder / "run" / "checkpoints" / "global_step1")
+    for run in ("other", "run"):
+        arguments = shop.arguments(run, config, steps=3)
+        stopped = run_faulty_job(
+            [*arguments, "--resume", path],
+            2,
+            signal_on_call,
+            "pipeline.training.run:build_engine",
+            1,
+            SIGTERM,
+        )
+        assert stopped.exit_codes == (3, 3), stopped.stderr[0]
+        assert "stopped at step 1 before its checkpoint was read (SIGTERM on rank" in stopped.stdout[0]
+        assert "to resume: ./launch.sh --config" in stopped.stdout[0]
+        assert f"resumed from {path}" in run_job(arguments, 2).check().stdout[0]
+
+
 def test_going_back_to_an_earlier_checkpoint_replaces_the_later_one(shop: Workshop):
     arguments = shop.arguments("run", shop.config(), "--save_interval", "2", steps=4)
     run_job(arguments, 2).check()
