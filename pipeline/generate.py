@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except JobError as error:
         print_problems(console(stderr=True), error.problems)
         return EXIT_WRONG_JOB
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, UnicodeEncodeError) as error:  # the last: a terminal without the letters
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
     except KeyboardInterrupt:

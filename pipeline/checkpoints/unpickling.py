@@ -71,8 +71,14 @@ def load_torch_file(
         with _TORCH_LIST, safe_globals(names):
             return torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
     except pickle.UnpicklingError as error:
-        rule = f"cannot be read safely ({str(error).splitlines()[0]})"
+        rule = f"cannot be read safely ({_reason(error)})"
         raise JobError([Problem("resume", str(path), rule, "Resume from another checkpoint")]) from error
+
+
+def _reason(error: pickle.UnpicklingError) -> str:
+    """What stands between torch's advice, which is to read the file unsafely, and where it is documented."""
+    paragraphs = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return paragraphs[1] if len(paragraphs) > 2 else paragraphs[0]
 
 
 def foreign_problem(path: Path, names: Sequence[str]) -> Problem:

@@ -6,9 +6,10 @@ import sys
 import tempfile
 from collections.abc import Collection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -23,6 +24,9 @@ from pipeline.data.tokenizer import Tokenizer, load_tokenizer, vocabulary_proble
 from pipeline.hugging_face.checkpoint_at import model_of_checkpoint, tokenizer_of_checkpoint
 from pipeline.hugging_face.families import config_json, generation_config_json
 from pipeline.job.problems import JobError, Problem
+
+# Nothing is fetched, and no code that lies in a folder is run, nor is the user asked whether it may.
+_OFFLINE: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
 class Loaded(NamedTuple):
@@ -41,12 +45,10 @@ def from_folder(folder: Path, tokenizer_name: str | None, dtype: torch.dtype) ->
     own = None if tokenizer_name is None else load_tokenizer(tokenizer_name)
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+            folder, dtype=dtype, use_safetensors=True, output_loading_info=True, **_OFFLINE
         )
-        tokenizer = (
-            _of_transformers(own) if own else AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        tokenizer = _of_transformers(own) if own else AutoTokenizer.from_pretrained(folder, **_OFFLINE)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         rule = f"transformers cannot open it ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
         raise JobError([Problem("source", str(folder), rule, "Name a model's folder")]) from error
     if wrong := sorted(found["missing_keys"]):
@@ -87,4 +89,4 @@ def from_checkpoint(
 def _of_transformers(tokenizer: Tokenizer) -> PreTrainedTokenizerBase:
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(Path(folder))
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, **_OFFLINE)

@@ -78,22 +78,32 @@ def read_header(path: Path) -> dict[str, Stored]:
         header = json.loads(text)
         header.pop("__metadata__", None)
         found = {name: Stored(path, each["dtype"], tuple(each["shape"])) for name, each in header.items()}
-        ends = [_end(each) for each in header.values()]
+        end = _end_of_tensors(header.values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         message = f"{path.name}: its header cannot be read ({type(error).__name__}: {error})"
         raise ValueError(message) from error
-    if (expected := 8 + length + max(ends, default=0)) != size:
+    if (expected := 8 + length + end) != size:
         raise ValueError(f"{path.name} has {size:,} bytes, and its header describes {expected:,}")
     return found
 
 
-def _end(entry: dict[str, Any]) -> int:
-    """Where a tensor's bytes end."""
+def _end_of_tensors(entries: Iterable[dict[str, Any]]) -> int:
+    """Where the last tensor's bytes end: they follow each other without gaps, as the library demands."""
+    reached = 0
+    for begin, end in sorted(_place(entry) for entry in entries):
+        if begin != reached:
+            raise ValueError(f"a tensor begins at byte {begin}, and the one before it ends at {reached}")
+        reached = end
+    return reached
+
+
+def _place(entry: dict[str, Any]) -> tuple[int, int]:
+    """Where a tensor's bytes begin and end."""
     begin, end = entry["data_offsets"]
     elements = math.prod(entry["shape"])
     if entry["dtype"] in SIZES and end - begin != elements * SIZES[entry["dtype"]]:
         raise ValueError(f"{end - begin} bytes are not {entry['shape']} of {entry['dtype']}")
-    return int(end)
+    return int(begin), int(end)
 
 
 def listed(names: Iterable[str], most: int = 5) -> str:

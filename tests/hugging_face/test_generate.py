@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -82,6 +84,7 @@ WRONG = {
     "top_k": (("--prompt", "a", "--top_k", "0"), "must be at least 1"),
     "top_p": (("--prompt", "a", "--top_p", "1.1"), "must be above 0 and at most 1"),
     "seed": (("--prompt", "a", "--seed", "-1"), "must be at least 0"),
+    "large seed": (("--prompt", "a", "--seed", str(2**32)), "fit 32 bits"),
     "greedy": (("--prompt", "a", "--greedy", "--top_k", "3"), "does nothing beside --greedy"),
     "dtype": (("--prompt", "a", "--dtype", "int8"), "is not one of float32"),
     "tokenizer": (("--prompt", "a", "--tokenizer", "/nowhere"), "is neither bytes nor a folder"),
@@ -112,6 +115,28 @@ def test_a_folder_without_its_weights_is_refused(
         (tmp_path / name).write_bytes((base / "out" / name).read_bytes())
     assert main([str(tmp_path), "--prompt", "a"]) == 2
     assert "transformers cannot open it" in capsys.readouterr().err
+
+
+def test_code_in_a_folder_is_neither_run_nor_asked_for(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    foreign = {"model_type": "foreign", "auto_map": {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"}}
+    (tmp_path / "config.json").write_text(json.dumps(foreign))
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    assert main([str(tmp_path), "--prompt", "a"]) == 2
+    said = capsys.readouterr()
+    assert "transformers cannot open it" in said.err and "[y/N]" not in said.out
+    assert not (tmp_path / "ran").exists()
+
+
+def test_weights_that_the_library_refuses_are_no_traceback(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    shutil.copytree(base / "out", tmp_path / "out")
+    weights = tmp_path / "out" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes().replace(b'"data_offsets":[0,', b'"data_offsets":[9,', 1))
+    assert main([str(tmp_path / "out"), "--prompt", "a"]) == 2
+    assert "transformers cannot open it (SafetensorError" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -101,6 +101,24 @@ def strange_offsets(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"0000")
 
 
+def overlapping(folder: Path) -> None:
+    _two_vectors(folder, [0, 8], [0, 8])
+
+
+def with_a_gap(folder: Path) -> None:
+    _two_vectors(folder, [0, 8], [16, 24])
+
+
+def before_the_beginning(folder: Path) -> None:
+    _two_vectors(folder, [-8, 0], [0, 8])
+
+
+def _two_vectors(folder: Path, *places: list[int]) -> None:
+    entries = ({"dtype": "F32", "shape": [2], "data_offsets": place} for place in places)
+    header = json.dumps(dict(enumerate(entries))).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(24))
+
+
 def without(*names: str) -> Callable[[Path], None]:
     def remove(folder: Path) -> None:
         rewrite(folder, lambda tensors: [tensors.pop(name) for name in names] and None)
@@ -152,6 +170,9 @@ FAULTS = {
     huge_header: "is no safetensors file, or ends in its header",
     no_json: "its header cannot be read",
     strange_offsets: "4 bytes are not [2] of F32",
+    overlapping: "a tensor begins at byte 0, and the one before it ends at 8",
+    with_a_gap: "a tensor begins at byte 16, and the one before it ends at 8",
+    before_the_beginning: "a tensor begins at byte -8, and the one before it ends at 0",
     without("transformer.wpe.weight"): "lack 1 tensors: transformer.wpe.weight",
     without("transformer.h.0.attn.c_attn.weight", "transformer.ln_f.bias"): "lack 2 tensors",
     more: "1 tensors that its model does not: score.weight",
