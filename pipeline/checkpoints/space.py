@@ -11,6 +11,7 @@ from pathlib import Path
 from pipeline.job.job import Job
 from pipeline.job.parameters import total_parameters
 from pipeline.job.problems import Problem
+from pipeline.job.run_file import CHECKPOINTS
 from pipeline.job.user_input import exists
 
 _FP32 = 4
@@ -54,7 +55,7 @@ def space_problems(job: Job) -> list[Problem]:
 
     Hosts may have file systems of their own, each for its share: what is refused cannot fit either way.
     """
-    folder = Path(job.output_dir).absolute()
+    folder = Path(job.output_dir).absolute() / CHECKPOINTS  # which may be a link to another disk
     nearest = next(path for path in (folder, *folder.parents) if exists(path))
     needed, free = checkpoint_bytes(job) // len(job.world.hosts), free_bytes(nearest)
     if needed + _SLACK <= free:

@@ -50,8 +50,9 @@ def _tokenizer(options: Options) -> str:
 
 def folder_problems(folder: Path, wanted: dict[str, Any]) -> list[Problem]:
     """Why this folder cannot take a run of that identity: it cannot be written, or holds another run."""
-    if rule := _unusable(folder):
-        return [Problem("output_dir", str(folder), rule, "Name a folder that you may write to")]
+    for place in (folder, folder / CHECKPOINTS):  # the second may be a link to another disk
+        if rule := _unusable(place):
+            return [Problem("output_dir", str(place), rule, "Name a folder that you may write to")]
     path = folder / RUN_FILE
     if not path.exists():
         return []

@@ -82,6 +82,8 @@ def test_a_file_in_place_of_the_folder_is_a_problem(tmp_path: Path) -> None:
         ("loop", "cannot be reached (Too many levels of symbolic links)"),
         ("nowhere", "is a link that leads nowhere"),
         ("sealed/run", "sealed is not writable"),
+        ("occupied", "is a file"),
+        ("unlinked", "is a link that leads nowhere"),
     ],
 )
 def test_a_folder_that_cannot_be_made_is_a_problem(
@@ -90,7 +92,10 @@ def test_a_folder_that_cannot_be_made_is_a_problem(
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "nowhere").symlink_to(tmp_path / "absent")
-    (tmp_path / "sealed").mkdir()
+    for folder in ("sealed", "occupied", "unlinked"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "occupied" / "checkpoints").touch()
+    (tmp_path / "unlinked" / "checkpoints").symlink_to(tmp_path / "absent")
     # Root may write everywhere, whatever a folder's mode says.
     monkeypatch.setattr("os.access", lambda folder, mode: Path(folder).name != "sealed")
     (problem,) = draft(tmp_path, {}, output_dir=str(tmp_path / path)).problems
