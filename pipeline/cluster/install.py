@@ -23,12 +23,14 @@ from pathlib import Path
 from typing import TextIO
 
 SPECIFICATIONS = ("constraints.txt", "pyproject.toml")
+# The last and longest phase, in which pip says nothing more.
+_INSTALLING = "installing the packages"
 # pip's lines that show where it is, and how a progress line calls that.
 _PHASES = (
     (re.compile(r"\s*Downloading (\S+) \((.+)\)"), "downloading {0} ({1})"),
     (re.compile(r"Collecting ([A-Za-z0-9_.-]+)"), "resolving {0}"),
     (re.compile(r"Building wheels? for collected packages: (.+)"), "building {0}"),
-    (re.compile(r"Installing collected packages: (.+)"), "installing the packages"),
+    (re.compile(r"Installing collected packages: (.+)"), _INSTALLING),
 )
 # What pip's errors mean to somebody who only wanted to train.
 _CAUSES = (
@@ -151,7 +153,7 @@ class Setup:
             "-e",
             f"{self.root}[dev]",
         ]
-        with self.log.open("w", encoding="utf-8") as log:
+        with self.log.open("w", encoding="utf-8", buffering=1) as log:  # by lines, for tail -f
             process = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
             )
@@ -181,7 +183,7 @@ def _show_progress(process: subprocess.Popen[str], log: TextIO) -> None:
             print(
                 f"\r\033[K{f'  {now - began:4.0f} s  {phase}'[:width]}", end="", file=sys.stderr, flush=True
             )
-        elif now - shown >= _SHOW_EVERY_SECONDS:
+        elif phase == _INSTALLING or now - shown >= _SHOW_EVERY_SECONDS:
             shown = now
             say(f"  {now - began:4.0f} s  {phase}")
     if on_terminal:

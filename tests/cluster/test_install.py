@@ -126,6 +126,24 @@ def test_progress_from_pips_output(line: str, phase: str | None) -> None:
     assert phase_of(line) == phase
 
 
+def test_the_longest_phase_is_announced_and_the_log_keeps_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pip says nothing while it installs: without this line a log ends in the phase before, for minutes."""
+    setup, seen = Setup(tmp_path), []
+    setup.state.mkdir(parents=True)
+    monkeypatch.setattr(install, "say", lambda line: seen.append((line, setup.log.read_text())))
+    words = 'print("Collecting a"); print("Installing collected packages: a, b")'
+    pip = tmp_path / ".venv" / "bin" / "python"
+    pip.parent.mkdir()
+    pip.write_text(f"#!{sys.executable}\n{words}\n")
+    pip.chmod(0o755)
+    setup._install()
+    ((line, log),) = seen
+    assert line.endswith("installing the packages")
+    assert log.endswith("Installing collected packages: a, b\n")
+
+
 def test_a_failure_names_its_cause_and_the_log(tmp_path: Path) -> None:
     log = tmp_path / "install.log"
     log.write_text(

@@ -77,7 +77,7 @@ def test_the_pages_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """In the order in which one needs them; jobs of two steps."""
     monkeypatch.chdir(tmp_path)
     short = ("--eval_samples", "4", "--sample_tokens", "0")
-    run_job(["--output_dir", "runs/chat", "--train_steps", "2", *short], 2, cwd=tmp_path).check()
+    run_job(["--output_dir", "runs/tiny", "--train_steps", "2", *short], 2, cwd=tmp_path).check()
     lines = [line for block in blocks("bash") for line in block.splitlines()]
     commands = {words[2] if words[0] == "python" else words[0]: words for words in map(shlex.split, lines)}
     assert len(commands) == len(lines) == 3
