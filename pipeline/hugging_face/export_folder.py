@@ -142,7 +142,7 @@ def _fill(export: Export, state: StoredState, folder: Path, report: Callable[[st
         with replaced_atomically(folder / file) as stream:
             stream.write((json.dumps(content, indent=2) + "\n").encode())
     export.tokenizer.save(folder)
-    report(f"writing {export.num_bytes / 1e9:,.2f} GB of {name} from {export.checkpoint.path}")
+    report(f"writing {export.num_bytes / 1e6:,.1f} MB of {name} from {export.checkpoint.path}")
     values = tensors(export.model, state)
     files = write_weights(folder, wanted_tensors(export.model), values, export.dtype, export.largest_file)
     sync_folder(folder)
