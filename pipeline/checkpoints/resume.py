@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from pipeline.checkpoints.manifest import SHARDS, Checkpoint, layout_of, size_of
 from pipeline.checkpoints.select import differences, select_checkpoint
+from pipeline.hugging_face.weights import initial_weights
 from pipeline.job.job import Job
 from pipeline.job.problems import JobError, Problem
 from pipeline.job.run_file import identity
@@ -72,6 +73,8 @@ def origin_lines(job: Job, checkpoint: Checkpoint) -> list[str]:
     changes = layout_changes(checkpoint, job)
     changed = f"; layout changed: {', '.join(changes)}" if changes else ""
     lines = [f"resumed from {checkpoint.path}{changed}"]
+    if folder := initial_weights(job.options.model).folder:
+        lines.append(f"its weights go on; those in {folder} were for step 0")
     if settings := setting_changes(checkpoint.settings, job):
         lines += ["settings changed since it was saved:", *(f"  {change}" for change in settings)]
     return lines

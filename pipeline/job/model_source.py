@@ -59,11 +59,15 @@ def own_tokenizer(options: Options) -> str | None:
 
 
 def output_folder(options: Options, model_name: str) -> str:
-    """The run's folder: as given, or runs/<name of the model>."""
+    """The run's folder: as given, or runs/<name of the model>, for a model folder runs/from_<its name>.
+
+    What was exported from runs/mine to exported/mine would else be trained in runs/mine: that run would go
+    on, and the folder's weights would not be read.
+    """
     if options.output_dir is not None:
         return options.output_dir
     path = Path(model_name)
-    return str(Path("runs") / (path.parent.name if path.name == CONFIG_FILE else path.stem))
+    return str(Path("runs") / (f"from_{path.parent.name}" if path.name == CONFIG_FILE else path.stem))
 
 
 def starts_anew(options: Options, folder: Path) -> bool:

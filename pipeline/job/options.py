@@ -91,7 +91,7 @@ class Options:
     log_samples: bool = False
     """Write samples.jsonl: the samples of every step, by source and number."""
     output_dir: str | None = None
-    """Folder of the run. None: runs/<model name>."""
+    """Folder of the run. None: runs/<model name>, for a model folder runs/from_<its name>."""
     resume: str = "auto"
     """auto: from the newest checkpoint in output_dir if there is one; never: start at step 0, refusing a
     folder that holds checkpoints; or the path of a checkpoint."""

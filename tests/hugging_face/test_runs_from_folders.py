@@ -88,4 +88,10 @@ def test_the_pages_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "finetune.json").write_text(next(blocks("json")))
     words = commands["./launch.sh"]
     assert "--train_steps" in words
-    run_job([*words[1:], "--train_steps", "2", *short], 2, cwd=tmp_path).check()
+    # By default not in runs/tiny, where it would go on with the run that was exported.
+    first, again = (
+        run_job([*words[1:], "--train_steps", "2", *short], 2, cwd=tmp_path).check() for _ in "12"
+    )
+    assert "starting at step 0 with the weights in exported/tiny" in first.stdout[0]
+    assert "resumed from runs/from_tiny/checkpoints/global_step2" in again.stdout[0]
+    assert "its weights go on; those in exported/tiny were for step 0" in again.stdout[0]
