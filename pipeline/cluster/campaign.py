@@ -92,7 +92,8 @@ def prepare(options: Options, launcher: LauncherOptions, again: bool = False) ->
         if draft.job is None and launcher.allow_fewer_hosts is not None:
             ready = _on_fewer_hosts(draft, found, launcher)
     if ready is not None:
-        print_problems(console(stderr=True), draft.problems)
+        # The hosts they concern are left out, so that they refuse nothing.
+        print_problems(console(stderr=True), [replace(each, severity="warning") for each in draft.problems])
         return ready
     if draft.job is None or (launcher.is_first_host and not again):
         print_draft(draft, stderr=draft.job is None)
