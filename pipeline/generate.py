@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 PROGRAM = "python -m pipeline.generate"
 TEMPERATURE = 0.7
+# The likeliest token is as good as certain by then; far below, the logits overflow.
+LEAST_TEMPERATURE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -93,9 +95,9 @@ def option_problems(options: GenerateOptions) -> Iterator[Problem]:
         if value is not None and not lowest <= value < 2**bits:
             rule = f"must be at least {lowest} and fit {bits} bits"
             yield Problem(name, value, rule, f"Correct --{name}")
-    if options.temperature is not None and not 0 < options.temperature < float("inf"):
-        rule = "must be above 0: it divides the logits"
-        yield Problem("temperature", options.temperature, rule, "Raise it, or give --greedy")
+    if options.temperature is not None and not LEAST_TEMPERATURE <= options.temperature < float("inf"):
+        rule = f"must be a number of at least {LEAST_TEMPERATURE:g}: it divides the logits"
+        yield Problem("temperature", options.temperature, rule, "Correct it, or give --greedy")
     if options.top_p is not None and not 0 < options.top_p <= 1:
         yield Problem("top_p", options.top_p, "must be above 0 and at most 1", "Correct --top_p")
     for name in ("temperature", "top_k", "top_p") if options.greedy else ():

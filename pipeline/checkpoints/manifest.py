@@ -33,7 +33,7 @@ from pipeline.checkpoints.digests import ALGORITHMS, digest_of
 from pipeline.checkpoints.lineage import Branches, parse_branches, read_lineage
 from pipeline.job.job import Job
 from pipeline.job.problems import JobError, Problem
-from pipeline.job.run_file import identity
+from pipeline.job.run_file import CHECKPOINTS, identity
 from pipeline.job.run_settings import settings_of
 from pipeline.training.atomic_file import replaced_atomically
 
@@ -217,6 +217,14 @@ def _version(package: str) -> str | None:
         return None
 
 
+def _remedy(path: Path) -> str:
+    """What to do about a path that has no manifest; often it is the folder around checkpoints."""
+    for folder in (path, path / CHECKPOINTS):
+        if any(folder.glob(f"*/{MANIFEST}")):
+            return f"Name one of the checkpoints in it, {folder}/global_stepN, or another one"
+    return CHOOSE_ANOTHER
+
+
 def read_checkpoint(path: Path) -> Checkpoint:
     """The complete checkpoint at `path`: its manifest is whole, and each file that it names has its size.
 
@@ -230,7 +238,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         checkpoint = _parse(path, content)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         rule = f"is no complete checkpoint: {MANIFEST} cannot be read ({type(error).__name__}: {error})"
-        raise JobError([Problem("resume", str(path), rule, CHOOSE_ANOTHER)]) from error
+        raise JobError([Problem("resume", str(path), rule, _remedy(path))]) from error
     if wrong := _wrong_files(checkpoint):
         rule = f"is no complete checkpoint: files missing or of another size than when saved: {wrong}"
         raise JobError([Problem("resume", str(path), rule, CHOOSE_ANOTHER)])

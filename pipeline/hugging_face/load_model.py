@@ -23,6 +23,7 @@ from pipeline.checkpoints.manifest import Checkpoint
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer, vocabulary_problems
 from pipeline.hugging_face.checkpoint_at import model_of_checkpoint, tokenizer_of_checkpoint
 from pipeline.hugging_face.families import config_json, generation_config_json
+from pipeline.hugging_face.safetensors_files import stored_tensors
 from pipeline.job.problems import JobError, Problem
 
 # Nothing is fetched, and no code that lies in a folder is run, nor is the user asked whether it may.
@@ -44,12 +45,13 @@ def from_folder(folder: Path, tokenizer_name: str | None, dtype: torch.dtype) ->
     """
     own = None if tokenizer_name is None else load_tokenizer(tokenizer_name)
     try:
+        stored_tensors(folder)  # transformers would pass over an index that is wrong
         model, found = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, use_safetensors=True, output_loading_info=True, **_OFFLINE
         )
         tokenizer = _of_transformers(own) if own else AutoTokenizer.from_pretrained(folder, **_OFFLINE)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        rule = f"transformers cannot open it ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+        rule = f"cannot be opened ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
         raise JobError([Problem("source", str(folder), rule, "Name a model's folder")]) from error
     if wrong := sorted(found["missing_keys"]):
         rule = f"its weights lack {len(wrong)} tensors, {wrong[0]} among them"

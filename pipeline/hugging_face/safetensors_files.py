@@ -33,9 +33,12 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     """Every tensor of a folder's weights, by name.
 
     Raises:
-        ValueError: a file is missing or damaged, or does not hold what the index says.
+        ValueError: a file is missing or damaged, or does not hold what the index says; or there are weights
+            in one file and in several, which may not be the same.
         OSError: one cannot be read.
     """
+    if (folder / INDEX).exists() and (folder / WEIGHTS).exists():
+        raise ValueError(f"{WEIGHTS} and {INDEX} both name weights, and only one of them can be meant")
     if not (folder / INDEX).exists():
         return read_header(folder / WEIGHTS)
     places = _weight_map(folder / INDEX)

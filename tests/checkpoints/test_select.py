@@ -239,3 +239,11 @@ def test_the_check_shows_what_the_start_would_say(tmp_path: Path, capsys: pytest
     assert f"passed over {folder}/global_step3: it is no complete checkpoint" in shown
     assert f"resumed from {folder}/global_step2; layout changed: data 2 -> 4" in shown
     assert "settings changed since it was saved: " in shown and "-> 77" in shown
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_the_folder_around_checkpoints_is_none_of_them(inside: bool, tmp_path: Path):
+    folder = three(tmp_path)
+    with pytest.raises(JobError) as caught:
+        select_checkpoint(job_in(tmp_path, resume=str(folder if inside else folder.parent)))
+    assert f"{folder}/global_stepN" in caught.value.problems[0].remedy
