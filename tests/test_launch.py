@@ -16,6 +16,8 @@ import pytest
 
 from pipeline.cluster import campaign, launch, launcher_command
 from pipeline.cluster.hostfile import Host
+from pipeline.cluster.hub import Hub
+from pipeline.cluster.hub_settings import HubSettings
 from pipeline.cluster.launcher_command import Launch, plan_launch
 from pipeline.cluster.launcher_options import LauncherOptions, launcher_problems, split_arguments
 from pipeline.cluster.outcome import Outcome, read_outcome, write_outcome
@@ -297,6 +299,37 @@ def test_a_second_signal_kills_at_once(tmp_path: Path) -> None:
     assert time.monotonic() - began < 10
 
 
+@pytest.mark.parametrize("with_hub", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_stop_before_there_are_ranks_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture, with_hub: bool, number: signal.Signals
+) -> None:
+    script = tmp_path / "launcher.py"
+    script.write_text(f"import os, time; os.kill(os.getppid(), {int(number)}); time.sleep(60)")
+    hub = Hub(HubSettings(2, "token", 60.0, None), print) if with_hub else None
+    launch = Launch((sys.executable, str(script)), dict(os.environ), 7)
+    began = time.monotonic()
+    assert run_launch(launch, tmp_path, 20.0, hub).code == 3
+    assert time.monotonic() - began < 5
+    said = capsys.readouterr().err
+    assert f"Stopped before the first step ({number.name}): this start had nothing to save." in said
+    assert "without a word" not in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_stop_during_the_check_says_so(tmp_path: Path, number: signal.Signals) -> None:
+    launch = str(ROOT / "pipeline" / "cluster" / "launch.py")
+    code = (
+        "import os, runpy, sys, pipeline.cluster.campaign as campaign\n"
+        f"campaign.run_job = lambda *_: os.kill(os.getpid(), {int(number)})\n"
+        f"sys.argv = [{launch!r}]\n"
+        f"runpy.run_path({launch!r}, run_name='__main__')\n"
+    )
+    line = [sys.executable, "-c", code]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 3 and "while no rank was running" in done.stderr
+
+
 def test_handlers_are_put_back(tmp_path: Path) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     ended = Supervisor(1.0, print).run((sys.executable, "-c", "raise SystemExit(4)"), dict(os.environ))
@@ -358,7 +391,7 @@ def test_two_ranks_start_through_deepspeed(tmp_path: Path, drive, hostfile: bool
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_ends_every_rank_in_seconds(tmp_path: Path, drive, number: signal.Signals) -> None:
     process = drive("--num_gpus", "2", steps=6000)
     ranks = wait_for_ranks(tmp_path, 2)

@@ -24,6 +24,18 @@ class Refused(Exception):
     """The hub does not take this rank."""
 
 
+def tell_refusal(ticket: Ticket, text: str) -> bool:
+    """Tell the launch why this process can be none of its ranks, which a launcher's exit code does not; False
+    where it does not hear it."""
+    try:
+        address = (ticket.address, ticket.port)
+        with socket.create_connection(address, timeout=_CONNECT_SECONDS) as stream:
+            Connection(stream).send(token=ticket.token, wrong_world=text)
+    except OSError:
+        return False
+    return True
+
+
 class Contact:
     """Signs of life in both directions, and messages.
 

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from pipeline.cluster.contact import Contact, Refused, Unreachable
+from pipeline.cluster.contact import Contact, Refused, Unreachable, tell_refusal
 from pipeline.cluster.hub import Hub
 from pipeline.cluster.hub_settings import HubSettings, Limits
 from pipeline.cluster.outcome import Outcome, read_outcome, write_outcome
@@ -52,7 +52,9 @@ def own_rank(argv: Sequence[str]) -> None:
         environment = placed(ticket, os.environ)
         guard = Guard(ticket, environment, [sys.executable, "-u", argv[0]], arguments)
     except JobError as error:
-        say("\n".join(str(problem) for problem in error.problems))
+        text = "\n".join(str(problem) for problem in error.problems)
+        if not (ticket.port and tell_refusal(ticket, text)):
+            say(text)
         sys.exit(EXIT_WRONG_JOB)
     except (ValueError, Refused, Unreachable) as error:
         say(f"error: {error}")
@@ -285,7 +287,7 @@ class Guard:
         if self._process is not None:
             self._process.send_signal(number)
         elif self._reported is None:
-            self._give_up(f"{signal.Signals(number).name} before the rank was started", "ended")
+            self._give_up(f"{signal.Signals(number).name} before the first step", "early")
 
     def _log_to(self, order: Message) -> None:
         folder, self._mark = Path(order["logs"]), order["mark"]
@@ -362,8 +364,8 @@ class Guard:
                 self._write_outcome(folder.parents[1])
         if self._hub is not None:
             self._hub.linger()
+        self._output.close()  # first: who has left the hub has nothing to say any more, and may be killed
         self._contact.close()
-        self._output.close()
 
     def _write_outcome(self, folder: Path) -> None:
         port = self._environment.master_port

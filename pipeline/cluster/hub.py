@@ -63,6 +63,7 @@ class Hub:
         self._watch = StepWatch(settings.step_timeout)
         self._logs: str | None = None
         self._mark = secrets.token_hex(8)
+        self.everywhere = everywhere
         self._start_name = time.strftime("%Y%m%d-%H%M%S")
         self._began = self._beat = time.monotonic()
         self._first_hello: float | None = None
@@ -85,6 +86,11 @@ class Hub:
     def world_is_here(self) -> bool:
         """Whether every rank has reported."""
         return len(self.roster.states) == self._settings.world_size
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no guard is connected."""
+        return not self._ranks
 
     def poll(self, seconds: float = 0.0) -> None:
         """Take what arrives within `seconds`, and do what is due."""
@@ -162,22 +168,28 @@ class Hub:
 
     def _meet(self, connection: Connection, hello: Message) -> None:
         """A guard's first message. Who does not know the token is no guard of this job."""
-        rank = hello.get("rank")
-        if hello.get("token") != self._settings.token or not isinstance(rank, int):
-            connection.send(do="refuse", reason="this is another job's launch")
-            self._drop(connection)
+        if hello.get("token") != self._settings.token:
+            self._refuse(connection, "this is another job's launch")
             return
-        name = str(hello["host"])
-        if rank in self._guards:
-            connection.send(do="refuse", reason=f"rank {rank} is here already")
+        if "wrong_world" in hello:  # it says that it cannot be one of them
+            text = str(hello["wrong_world"])
             self._drop(connection)
+            self._fail(Failure("refused", None, 0, text.partition("\n")[0], text, time.monotonic()))
+            return
+        rank, number, name = hello.get("rank"), hello.get("host_number"), str(hello.get("host"))
+        ranks = range(self._settings.world_size)
+        if type(rank) is not int or type(number) is not int or rank not in ranks:
+            self._refuse(connection, f"rank {rank} is none of this job's {len(ranks)}")
+            return
+        if rank in self._guards:
+            self._refuse(connection, f"rank {rank} is here already")
             self.end("error", f"two processes, one on {name}, say that they are rank {rank}", rank)
             return
         del self._strangers[connection]
         self._ranks[connection] = rank
         self._first_hello = self._first_hello or time.monotonic()
         self._guards[rank] = connection
-        self.roster.states[rank] = RankState(rank, hello["host_number"], name, time.monotonic())
+        self.roster.states[rank] = RankState(rank, number, name, time.monotonic())
         if self.roster.failures or self.verdict:
             connection.send(do="end", grace=0.0)
         if rank == 0:
@@ -187,6 +199,10 @@ class Hub:
         if self.master is not None:
             for each in list(self._guards.values()) if rank == 0 else [connection]:
                 self._welcome(each)
+
+    def _refuse(self, connection: Connection, reason: str) -> None:
+        connection.send(do="refuse", reason=reason)
+        self._drop(connection)
 
     def _rendezvous(self, connection: Connection, hello: Message) -> tuple[str, int]:
         """Where torch's ranks meet: on the host that rank 0 is on, whatever the launcher made of it."""
@@ -243,8 +259,12 @@ class Hub:
         if state.ending is not None or message["by_guard"] or told:
             return
         # 2 is how an option parser ends, after its message.
-        kind: Kind = "ended" if self._stop else "refused" if state.code == EXIT_WRONG_JOB else "died"
-        what = f"{self._stop} before it could save" if self._stop else describe_exit(state.code)
+        kind: Kind = "refused" if state.code == EXIT_WRONG_JOB else "died"
+        what = describe_exit(state.code)
+        if self._stop:
+            # A rank takes signals before it prepares its data.
+            kind = "early" if state.phase == "starting" else "ended"
+            what = f"{self._stop} before {'the first step' if kind == 'early' else 'it could save'}"
         self._fail(Failure(kind, state.rank, state.step, what, message["tail"], time.monotonic()))
 
     def _lose(self, state: RankState, message: str) -> None:
@@ -349,7 +369,7 @@ class Hub:
     def _is_over(self, now: float) -> bool:
         if self._deadline is not None and now > self._deadline:
             return True
-        if self.roster.running or not self.roster.states:
+        if self.roster.running or not (self.roster.states or self.roster.failures):
             return False
         if self._settle is None and self._deadline is None and not self.world_is_here:
             # Some guards have never reported; they might be about to.

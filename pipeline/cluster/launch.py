@@ -6,10 +6,12 @@ arguments ─┬─ launcher options ── world ─┬─ job, checked ── 
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
 if __name__ == "__main__":
     # A script's own folder comes first on sys.path; the package is two above.
@@ -19,7 +21,7 @@ from pipeline.check import read_arguments
 from pipeline.cluster.campaign import run_job
 from pipeline.cluster.supervise import say
 from pipeline.job.options import Options
-from pipeline.job.problems import EXIT_FAILED, EXIT_WRONG_JOB, JobError
+from pipeline.job.problems import EXIT_STOPPED, EXIT_WRONG_JOB, JobError
 from pipeline.job.report import console, print_problems
 
 PROGRAM = "./launch.sh"
@@ -39,9 +41,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_job(options, launcher, job_arguments)
 
 
+def _interrupt(number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
 if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _interrupt)
     try:
         sys.exit(main())
-    except KeyboardInterrupt:  # before the ranks were started; after that it is a request to save
-        say("\nInterrupted; nothing was started.")
-        sys.exit(EXIT_FAILED)
+    except KeyboardInterrupt as interrupt:  # while ranks run, it is a request to them
+        say(f"\nStopped by {interrupt} while no rank was running.")
+        sys.exit(EXIT_STOPPED)

@@ -17,8 +17,9 @@ from pipeline.cluster.outcome import Outcome
 Phase = Literal["starting", "preparing data", "building", "training", "evaluating", "saving", "finishing"]
 # error: raised and reported. died: ended without a word. lost: no contact with its host. hung: no progress.
 # launcher: what started it is gone. refused: the job is wrong there. ended: somebody asked for the end.
+# early: the same, before the rank took signals, when there was nothing to save.
 # peer: an error that says that another rank is gone.
-Kind = Literal["error", "died", "lost", "hung", "launcher", "refused", "ended", "peer"]
+Kind = Literal["error", "died", "lost", "hung", "launcher", "refused", "ended", "early", "peer"]
 _CONSEQUENCES = ("peer",)
 # How gloo, NCCL and torch's store say that the other end is gone.
 _PEER_WORDS = (
@@ -135,6 +136,8 @@ class Roster:
         failure = first_failure(self.failures)
         if failure is None:
             return Verdict("failed", self.step, "the ranks ended without a word", **common)  # type: ignore[arg-type]
+        if failure.kind == "early":
+            return Verdict("stopped", 0, failure.message, failure.rank or 0, **common)  # type: ignore[arg-type]
         status = "wrong_job" if failure.kind == "refused" else "failed"
         rank = 0 if failure.rank is None else failure.rank
         return Verdict(status, failure.step, failure.message, rank, failure, **common)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from pipeline.cluster.launcher_command import Launch
 from pipeline.cluster.outcome import Outcome, clear_outcome, read_outcome, write_outcome
 from pipeline.cluster.roster import Verdict, signal_name
 from pipeline.cluster.supervise import Ended, Supervisor, say
-from pipeline.job.problems import EXIT_FAILED, EXIT_FINISHED
+from pipeline.job.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,9 @@ def _keep(outcome: Outcome | None, output_dir: str | Path) -> None:
 
 def conclude(outcome: Outcome | None, ended: Ended) -> int:
     """The exit code, after a line about anything but success: 0 only where the job says it finished."""
+    if outcome is None and ended.before_ranks and not ended.killed and ended.stopped_by is not None:
+        say(f"Stopped before the first step ({ended.stopped_by.name}): this start had nothing to save.")
+        return EXIT_STOPPED
     if outcome is None:
         say(f"The job ended without a word: {_describe(ended)}. Nothing was saved since the last checkpoint.")
         return EXIT_FAILED

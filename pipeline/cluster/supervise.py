@@ -27,7 +27,7 @@ import psutil
 from pipeline.cluster.hub import Hub
 from pipeline.cluster.roster import signal_name
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # The process of the deepspeed launcher whose children are the ranks of this host.
 _RANKS_PARENT = "deepspeed.launcher.launch"
 _POLL_SECONDS = 0.1
@@ -46,21 +46,24 @@ class Ended:
     """How a group of processes ended.
 
     Attributes:
-        return_code: Of the command; negative for a signal.
+        return_code: Of the command; negative for a signal. 0 where it was ended because all ranks had left.
         stopped_by: The first signal that asked for the end, None without one.
         killed: Whether the processes had to be killed after that.
+        before_ranks: No rank was there yet when that signal came.
     """
 
     return_code: int
     stopped_by: signal.Signals | None
     killed: bool
+    before_ranks: bool = False
 
 
 class Supervisor:
     """One run of a command, from its start to the end of its last process.
 
     Args:
-        stop_timeout: Seconds between a first signal and the end by force; a second signal is the end at once.
+        stop_timeout: Seconds between a first signal and the end by force; a second one (SIGUSR1, a batch
+            system's warning, does not count) is the end at once.
         say: Prints one line for the user.
         hub: Where the ranks' guards are connected; None where this host is started alone.
     """
@@ -73,6 +76,8 @@ class Supervisor:
         self._deadline: float | None = None
         self._launcher_gone: float | None = None
         self._verdict_at: float | None = None
+        self._all_left = False
+        self._before_ranks = False
 
     def run(self, command: Sequence[str], environment: Mapping[str, str]) -> Ended:
         """Run to the end. Signals that arrive meanwhile ask for a stop.
@@ -96,7 +101,9 @@ class Supervisor:
                 signal.signal(number, handler)
         if left_behind and not self._signals and self._hub is None:
             self._say("The launcher ended before its processes did; they have been ended, too.")
-        return Ended(process.wait(), self._signals[0] if self._signals else None, killed)
+        code = process.wait()
+        stopped_by = self._signals[0] if self._signals else None
+        return Ended(0 if self._all_left else code, stopped_by, killed, self._before_ranks)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self._signals.append(signal.Signals(number))
@@ -121,6 +128,10 @@ class Supervisor:
         now = time.monotonic()
         if self._hub.verdict is not None:
             self._verdict_at = self._verdict_at or now
+            if not self._hub.everywhere and self._hub.is_alone:
+                # The launcher looks once a second, and takes another one or two to leave.
+                self._all_left = True
+                return True
             if self._launcher_gone is not None:  # its processes on other hosts notice by themselves
                 return now - self._verdict_at > _ORPHANS_SECONDS
             return code is not None or now - self._verdict_at > _LEAVE_SECONDS
@@ -130,8 +141,12 @@ class Supervisor:
             self._launcher_gone = now
             if self._hub.roster.running:
                 self._hub.end("launcher", f"the launcher {describe_return(code)} while ranks were running")
-        # Ranks that it had started on their way here may still report.
-        return not self._hub.roster.states and now - self._launcher_gone > _FIRST_WORD_SECONDS
+        if self._hub.roster.states or self._hub.roster.failures:
+            return False
+        # Ranks that it had started on their way here may still report; those of this host end with its group.
+        self._before_ranks = bool(self._signals)
+        at_once = self._before_ranks and not self._hub.everywhere
+        return at_once or now - self._launcher_gone > _FIRST_WORD_SECONDS
 
     def _must_kill(self, process: subprocess.Popen[bytes]) -> bool:
         """Pass a first signal on to the ranks; whether a second one, or time, asks for more."""
@@ -140,8 +155,8 @@ class Supervisor:
         if self._deadline is None:
             self._deadline = time.monotonic() + self._stop_timeout
             self._request_stop(process.pid)
-        elif len(self._signals) > 1:
-            self._say(f"{self._signals[1].name}: ending every process now, nothing more is saved.")
+        elif len(urgent := [each for each in self._signals if each != signal.SIGUSR1]) > 1:
+            self._say(f"{urgent[1].name}: ending every process now, nothing more is saved.")
             return True
         elif time.monotonic() > self._deadline:
             self._say(f"Not at an end {self._stop_timeout:g} s after {self._signals[0].name}: killed.")
@@ -153,7 +168,7 @@ class Supervisor:
         hung_up = self._signals[0] == signal.SIGHUP  # which ranks do not take
         number = signal.SIGTERM if hung_up else self._signals[0]
         if self._hub is None:
-            request_stop(launcher, number)
+            self._before_ranks = not request_stop(launcher, number)
         elif not self._hub.stop(number.name):
             # Nothing to save yet: the launcher ends what it has begun.
             with contextlib.suppress(ProcessLookupError):
@@ -177,12 +192,12 @@ def describe_return(code: int) -> str:
 def _signals_to_take() -> tuple[signal.Signals, ...]:
     """A job started with nohup must outlive its terminal, so an ignored SIGHUP stays ignored."""
     hang_up_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    return STOP_SIGNALS[:2] if hang_up_ignored else STOP_SIGNALS
+    return STOP_SIGNALS[:-1] if hang_up_ignored else STOP_SIGNALS
 
 
-def request_stop(launcher: int, number: signal.Signals = signal.SIGTERM) -> None:
+def request_stop(launcher: int, number: signal.Signals = signal.SIGTERM) -> bool:
     """Ask the ranks below process `launcher` to save and end. Before they exist there is nothing to save, and
-    the launcher ends."""
+    the launcher ends; False then."""
     ranks = local_ranks(launcher)
     for rank in ranks:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -190,6 +205,7 @@ def request_stop(launcher: int, number: signal.Signals = signal.SIGTERM) -> None
     if not ranks:
         with contextlib.suppress(ProcessLookupError):
             os.kill(launcher, signal.SIGTERM)
+    return bool(ranks)
 
 
 def local_ranks(launcher: int) -> list[psutil.Process]:

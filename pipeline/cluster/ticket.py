@@ -4,7 +4,7 @@
 
 Launchers send the command line through one or two shells, which drop empty arguments, expand ``$``, split at
 blanks and lose quotes; pdsh replaces ``%n`` besides. Letters, digits, ``-``, ``_`` and ``=`` survive all of
-them. Nothing secret is in a ticket: the command line can be read by everybody on a host.
+them. No credential is in a ticket: the command line can be read by everybody on a host, its token, too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Ticket:
         arguments: The job's command line, as the user wrote it.
         hosts: (name, slots) of the checked world, in rank order; empty without a launch.
         address, port: Where the launch listens; empty where rank 0's guard does (`hub.direct_ports`).
-        token: Known to the processes of this start only.
+        token: Tells the processes of this start from other jobs and from strangers on the network.
         failure_timeout: Seconds within which the ranks end when something they need is gone.
         step_timeout: Seconds that a step may take; None: from the measured ones.
         batch: (train batch, micro-batch, accumulation steps) in place of those that the JSON gives; empty for

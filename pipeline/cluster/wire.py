@@ -18,6 +18,8 @@ MAX_MESSAGE = 8 * 2**20
 # A peer that does not read is not waited for longer than this many bytes.
 MAX_UNSENT = 256 * 2**20
 _PIECE = 2**16
+# What one call takes at most, so that a peer that never pauses holds nobody up.
+_PIECES_PER_CALL = 256
 
 
 class Connection:
@@ -75,8 +77,11 @@ class Connection:
             self.closed = True
 
     def receive(self) -> list[Message]:
-        """The messages that have arrived since the last call; sets `closed` at the end of the stream."""
-        while not self.closed:
+        """The messages that have arrived since the last call, or the first of them if they are many; sets
+        `closed` at the end of the stream."""
+        for _ in range(_PIECES_PER_CALL):
+            if self.closed:
+                break
             try:
                 piece = self._stream.recv(_PIECE)
             except BlockingIOError:
@@ -97,7 +102,7 @@ class Connection:
         for line in lines:
             try:
                 message = json.loads(line)
-            except ValueError:  # a stranger
+            except (ValueError, RecursionError):  # a stranger
                 message = None
             if not isinstance(message, dict):
                 self.closed = True

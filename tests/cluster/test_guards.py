@@ -6,8 +6,10 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +23,7 @@ from pipeline.cluster.outlet import Outlet, PlainLines, Tail
 from pipeline.cluster.rank_output import KEPT_STARTS, RankOutput, forget_old_starts
 from pipeline.cluster.roster import Verdict
 from pipeline.cluster.ticket import Ticket, encode
+from pipeline.cluster.wire import Connection
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
 # A parent of guards that is no launcher: it waits.
@@ -249,9 +252,81 @@ def test_another_jobs_guard_is_turned_away(start: Start) -> None:
     ],
 )
 def test_a_world_other_than_the_checked_one_is_refused(start: Start, change: dict, said: str) -> None:
+    """The launch hears of it, too: launchers lose exit codes."""
     start.guard(0, "5", "0.01", **change)
-    assert start.guards[0].wait(10) == 2
-    assert said in (start.folder / "console0").read_text()
+    verdict = start.verdict()
+    assert (verdict.status, verdict.outcome(1).exit_code) == ("wrong_job", 2)
+    assert said in verdict.message and sum(said in line for line in start.said) == 1
+    assert start.codes() == [2] and not (start.folder / "ranks").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        b"GET / HTTP/1.1\n",
+        b"[" * 200_000 + b"\n",
+        b"{}\n",
+        b'{"token": "other", "wrong_world": "end"}\n',
+        b'{"token": "other", "rank": 0, "host_number": 0}\n{"is": "signal", "signal": "SIGTERM"}\n',
+        b'{"token": "token", "rank": 3, "host_number": 0, "host": "x"}\n',
+        b'{"token": "token", "rank": -1, "host_number": 0, "host": "x"}\n',
+        b'{"token": "token", "rank": true, "host_number": 0, "host": "x"}\n',
+        b'{"token": "token", "rank": 0}\n',
+    ],
+)
+def test_a_stranger_learns_nothing_and_ends_nothing(start: Start, words: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", start.hub.port)) as stranger:
+        stranger.sendall(words)
+        stranger.settimeout(0.0)
+        answer = b""
+
+        def is_let_go() -> bool:
+            nonlocal answer
+            try:
+                piece = stranger.recv(4096)
+            except BlockingIOError:
+                return False
+            except ConnectionResetError:
+                return True
+            answer += piece
+            return not piece
+
+        start.until(is_let_go)
+    assert not answer or json.loads(answer)["do"] == "refuse"
+    assert (start.hub.roster.states, start.hub.roster.failures, start.hub.verdict) == ({}, [], None)
+
+
+def test_a_stranger_who_never_pauses_holds_nobody_up() -> None:
+    ours, theirs = socket.socketpair()
+    connection = Connection(ours)
+
+    def flood() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                theirs.sendall(b"x" * 2**20)
+
+    thread = threading.Thread(target=flood, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 20
+    while not connection.closed:
+        assert connection.receive() == [] and time.monotonic() < deadline
+    connection.close()
+    theirs.close()
+    thread.join(5)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_stop_before_ranks_have_begun_is_no_failure(start: Start, number: signal.Signals) -> None:
+    """Two guards wait for the third; whatever the order, there is nothing to save."""
+    start.guard(1, "1000", "0.05")
+    start.guard(2, "1000", "0.05")
+    start.until(lambda: len(start.hub.roster.states) == 2)
+    assert start.hub.stop(number.name)
+    start.guard(0, "1000", "0.05")
+    verdict = start.verdict()
+    assert (verdict.status, verdict.step, verdict.outcome(1).exit_code) == ("stopped", 0, 3)
+    assert verdict.message == f"{number.name} before the first step"
+    assert start.said == [] or "Rank 0 is on" in start.said[0]
 
 
 @pytest.mark.slow
