@@ -316,6 +316,20 @@ def test_a_stop_before_there_are_ranks_says_so(
     assert "without a word" not in said
 
 
+def test_a_rank_outside_the_checked_world_is_a_wrong_job(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Whatever its launcher makes of the exit code."""
+    hub = Hub(HubSettings(2, "token", 60.0, None), print)
+    ticket = Ticket(hosts=(("here", 2),), address="127.0.0.1", port=hub.port, token="token")
+    rank = [sys.executable, str(STAND_IN.with_name("stand_in.py")), encode(ticket)]
+    launcher = f"import subprocess; subprocess.run({rank!r}, check=False)"
+    place = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_SIZE": "3"}
+    environment = os.environ | place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "7"}
+    assert run_launch(Launch((sys.executable, "-c", launcher), environment, 7), tmp_path, 20.0, hub).code == 2
+    assert "the world that was checked has 2 ranks" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_stop_during_the_check_says_so(tmp_path: Path, number: signal.Signals) -> None:
     launch = str(ROOT / "pipeline" / "cluster" / "launch.py")

@@ -36,7 +36,8 @@ _KILL_SECONDS = 10.0
 # The launcher's processes on all hosts need so long to notice that their ranks have ended. One that cannot be
 # reached holds up pdsh until ssh gives it up.
 _LEAVE_SECONDS = 20.0
-_ORPHANS_SECONDS = 2.0
+# Where it has gone first: once a second they look, and a busy host takes its time to end a process.
+_ORPHANS_SECONDS = 6.0
 # A launcher that ends at once has reached nobody; a guard that it has started is heard of within this time.
 _FIRST_WORD_SECONDS = 2.0
 
