@@ -21,7 +21,7 @@ from pipeline.cluster.hub_settings import HubSettings
 from pipeline.cluster.launcher_command import Launch, plan_launch
 from pipeline.cluster.launcher_options import LauncherOptions, launcher_problems, split_arguments
 from pipeline.cluster.outcome import Outcome, read_outcome, write_outcome
-from pipeline.cluster.run import Result, run_launch
+from pipeline.cluster.run import Result, conclude, run_launch
 from pipeline.cluster.start import rank_variables
 from pipeline.cluster.supervise import Ended, Supervisor
 from pipeline.cluster.ticket import OPTION, Ticket, encode, split_ticket
@@ -314,6 +314,13 @@ def test_a_stop_before_there_are_ranks_says_so(
     said = capsys.readouterr().err
     assert f"Stopped before the first step ({number.name}): this start had nothing to save." in said
     assert "without a word" not in said
+
+
+def test_guards_say_by_their_exit_code_that_ranks_had_not_begun() -> None:
+    """Where each host has a launch of its own, and no rank knew its output folder yet."""
+    assert conclude(None, Ended(3, signal.SIGTERM, killed=False)) == 3
+    assert conclude(None, Ended(3, signal.SIGTERM, killed=True)) == 1
+    assert conclude(None, Ended(3, None, killed=False)) == 1
 
 
 def test_a_rank_outside_the_checked_world_is_a_wrong_job(

@@ -33,7 +33,7 @@ from pipeline.cluster.rank_output import RankOutput, forget_old_starts
 from pipeline.cluster.rank_place import direct_ports, direct_token, is_free_port, placed
 from pipeline.cluster.ticket import Ticket, split_ticket
 from pipeline.cluster.wire import Connection, Message
-from pipeline.job.problems import EXIT_FAILED, EXIT_WRONG_JOB, JobError
+from pipeline.job.problems import EXIT_FAILED, EXIT_STOPPED, EXIT_WRONG_JOB, JobError
 
 # What a rank is told when its guard is.
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -377,6 +377,8 @@ class Guard:
             write_outcome(folder, outcome)
 
     def _exit_code(self) -> int:
+        if self._outcome is not None and self._outcome.status == "stopped" and not self._said_ending:
+            return EXIT_STOPPED  # before it had begun
         if self._process is None:
             return EXIT_FAILED
         code = self._process.code

@@ -71,7 +71,9 @@ def _keep(outcome: Outcome | None, output_dir: str | Path) -> None:
 
 def conclude(outcome: Outcome | None, ended: Ended) -> int:
     """The exit code, after a line about anything but success: 0 only where the job says it finished."""
-    if outcome is None and ended.before_ranks and not ended.killed and ended.stopped_by is not None:
+    # Guards leave with that code, too, where ranks had no output folder yet to say it in.
+    early = ended.before_ranks or ended.return_code == EXIT_STOPPED
+    if outcome is None and early and not ended.killed and ended.stopped_by is not None:
         say(f"Stopped before the first step ({ended.stopped_by.name}): this start had nothing to save.")
         return EXIT_STOPPED
     if outcome is None:
