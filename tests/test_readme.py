@@ -17,6 +17,7 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -215,6 +216,7 @@ def test_the_shown_check_is_what_is_printed(clone: Path, environment: dict[str, 
 @pytest.mark.slow
 def test_the_shown_run_has_the_form_of_a_run(clone: Path, environment: dict[str, str]) -> None:
     output = run(f"./launch.sh {SHORT} 2 --log_interval 1 2>&1", clone, environment)
+    output = output.replace(f"is on {socket.gethostname()};", "is on laptop;")
     excerpt = blocks("text")[1].text.partition("sample:\n")
     shown = excerpt[0] + excerpt[2][excerpt[2].rindex("\nfinished") :]
     assert set(shape(shown).splitlines()) - {"", "..."} <= set(shape(output).splitlines())

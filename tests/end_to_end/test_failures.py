@@ -87,10 +87,9 @@ def test_ranks_that_find_another_checkpoint_are_named(shop: Workshop):
     shutil.rmtree(shop.folder / "copy" / "checkpoints")
     here, there = str(shop.folder / "run"), str(shop.folder / "copy")
     result = run_faulty_job(arguments, 2, replace_argument, 1, here, there)
-    assert result.exit_codes == (1, 1)
-    for stderr in result.stderr:
-        assert "ranks [1] find another checkpoint to go on from than rank 0" in stderr
-        assert "rank 0 after step 2, rank 1 after step 0" in stderr
+    assert result.exit_codes == (2, 2)
+    assert "is not complete on the host of rank 1" in result.stderr[0]
+    assert shop.outcome("run")["status"] == "wrong_job"
 
 
 @pytest.mark.parametrize(
