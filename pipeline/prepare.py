@@ -27,7 +27,7 @@ from pipeline.data.tokenizer_files import BESIDE_TOKENS, chosen_tokenizer, token
 from pipeline.data.tokenizer_training import train_tokenizer
 from pipeline.job.option_ranges import cache_problems
 from pipeline.job.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem
-from pipeline.job.report import console, print_problems
+from pipeline.job.report import console, print_interruption, print_problems
 
 PROGRAM = "python -m pipeline.prepare"
 
@@ -83,12 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Who reads the output, `head` say, has enough. Nothing may be written at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        print(f"error: {where}{error.strerror or error}; the same command continues", file=sys.stderr)
-        return EXIT_FAILED
-    except KeyboardInterrupt:
-        print("\ninterrupted; the same command continues", file=sys.stderr)
+    except (OSError, KeyboardInterrupt) as error:
+        print_interruption(error)
         return EXIT_FAILED
     return EXIT_FINISHED
 

@@ -25,7 +25,7 @@ from pipeline.cluster.launcher_options import LauncherOptions, launcher_problems
 from pipeline.cluster.world import resolve_world
 from pipeline.job.job import Job
 from pipeline.job.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem
-from pipeline.job.report import console, print_problems
+from pipeline.job.report import console, print_interruption, print_problems
 from pipeline.job.resolve import examine
 from pipeline.training.quiet import quiet_deepspeed
 
@@ -44,12 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except JobError as error:
         print_problems(console(stderr=True), error.problems)
         return EXIT_WRONG_JOB
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        print(f"error: {where}{error.strerror or error}; the same command continues", file=sys.stderr)
-        return EXIT_FAILED
-    except KeyboardInterrupt:
-        print("\ninterrupted; the same command continues", file=sys.stderr)
+    except (OSError, KeyboardInterrupt) as error:
+        print_interruption(error)
         return EXIT_FAILED
     return EXIT_FINISHED
 

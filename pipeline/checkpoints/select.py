@@ -8,7 +8,6 @@ another run. Where some exist and none can be used, that is an error: a run neve
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +16,11 @@ from typing import Any
 from pipeline.checkpoints.lineage import BEFORE_ALL, Lineage, branched, read_lineage, saved_lineage
 from pipeline.checkpoints.manifest import CHOOSE_ANOTHER, Checkpoint, read_checkpoint
 from pipeline.job.job import Job
+from pipeline.job.model_source import CHECKPOINT_TAG
 from pipeline.job.problems import JobError, Problem
 from pipeline.job.run_file import CHECKPOINTS, identity
 
 LATEST = "latest"
-_TAG = re.compile(r"global_step(\d+)")
 # Places in the order of candidates: a checkpoint of this folder has its step; these come behind it.
 ORIGIN, NOTHING = -1, -2
 
@@ -120,7 +119,7 @@ def steps_in(folder: Path) -> dict[int, Path]:
         JobError: the folder cannot be listed.
     """
     try:
-        found = [(path, _TAG.fullmatch(path.name)) for path in folder.iterdir() if path.is_dir()]
+        found = [(path, CHECKPOINT_TAG.fullmatch(path.name)) for path in folder.iterdir() if path.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as error:

@@ -22,7 +22,8 @@ from pipeline.job.problems import JobError, Problem
 from pipeline.job.user_input import exists, is_file, is_folder
 
 CHECKPOINTS = "checkpoints"
-_TAG = re.compile(r"global_step\d+")
+# The folder name of a checkpoint, with its step.
+CHECKPOINT_TAG = re.compile(r"global_step(\d+)")
 TOKENIZER_FOLDER = "tokenizer"
 
 
@@ -75,7 +76,7 @@ def starts_anew(options: Options, folder: Path) -> bool:
     if options.resume == "auto":
         checkpoints = folder / CHECKPOINTS
         return not is_folder(checkpoints) or not any(
-            _TAG.fullmatch(path.name) for path in checkpoints.iterdir()
+            CHECKPOINT_TAG.fullmatch(path.name) for path in checkpoints.iterdir()
         )
     return options.resume == "never"
 

@@ -45,6 +45,16 @@ def print_problems(out: Console, problems: Sequence[Problem]) -> None:
         out.print(_problem(problem), soft_wrap=True)
 
 
+def print_interruption(error: OSError | KeyboardInterrupt) -> None:
+    """Why a command stopped that goes on from where it was when it is given again; on standard error."""
+    if isinstance(error, KeyboardInterrupt):
+        said = "\ninterrupted"
+    else:
+        where = f"{error.filename}: " if error.filename else ""
+        said = f"error: {where}{error.strerror or error}"
+    print(f"{said}; the same command continues", file=sys.stderr)
+
+
 def problems_text(problems: Sequence[Problem]) -> str:
     """The same without colours."""
     ordered = sorted(problems, key=lambda problem: problem.severity)
