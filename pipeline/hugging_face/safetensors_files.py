@@ -37,8 +37,6 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
             in one file and in several, which may not be the same.
         OSError: one cannot be read.
     """
-    if (folder / INDEX).exists() and (folder / WEIGHTS).exists():
-        raise ValueError(f"{WEIGHTS} and {INDEX} both name weights, and only one of them can be meant")
     if not (folder / INDEX).exists():
         return read_header(folder / WEIGHTS)
     places = _weight_map(folder / INDEX)
@@ -50,6 +48,8 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     astray = [name for name, file in places.items() if name not in found or found[name].file.name != file]
     if astray:
         raise ValueError(f"{INDEX} says of {listed(astray)} that {places[astray[0]]} has it, which is not so")
+    if (folder / WEIGHTS).exists() and WEIGHTS not in places.values():
+        raise ValueError(f"{WEIGHTS} and {INDEX} both name weights, and only one of them can be meant")
     return found
 
 
