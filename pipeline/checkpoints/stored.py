@@ -6,7 +6,6 @@ wrote the files knew. Reading follows it: nothing here depends on how DeepSpeed 
 
 from __future__ import annotations
 
-import functools
 import json
 import mmap
 from bisect import bisect_right
@@ -93,7 +92,7 @@ class StoredState:
             for name, (shape, dim) in rank["parameters"].items():
                 self.cuts[name] = Cut(tuple(shape), dim)
         self._parts = {name: _checked(name, cut, parts) for name, (cut, parts) in self._pieces().items()}
-        self._load = functools.cache(self._open)
+        self._opened: dict[str, Any] = {}
 
     def state_names(self, name: str) -> list[str]:
         """Names of the optimizer's tensors for a parameter, such as ``exp_avg``; none for plain SGD."""
@@ -178,14 +177,20 @@ class StoredState:
         return states.get(place.keys[-1], {})
 
     def _value(self, place: Place) -> Any:
-        value = self._load(place.file)
+        value = self._content(place.file)
         for key in place.keys:
             value = value[key]
         return value
 
-    def _open(self, file: str) -> Any:
-        """A file of DeepSpeed's, whose tensors are mapped: the pages that are used are read when they are."""
-        return load_torch_file(self.path / file, mmap=True, allowed=self._allowed)
+    def _content(self, file: str) -> Any:
+        """A file of DeepSpeed's, whose tensors are mapped: the pages that are used are read when they are.
+
+        No file stays mapped longer than this object lives. A cache around this method would refer to the
+        object, and keep it and the files until some garbage collection.
+        """
+        if file not in self._opened:
+            self._opened[file] = load_torch_file(self.path / file, mmap=True, allowed=self._allowed)
+        return self._opened[file]
 
     def _pieces(self) -> dict[str, tuple[Cut, list[list[Piece]]]]:
         """Of each parameter its cut and, for each part, the pieces in order.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 from pathlib import Path
@@ -86,3 +87,20 @@ def test_a_parameter_that_nobody_holds_is_an_error(tmp_path: Path):
     ranks[0]["shards"] = []
     with pytest.raises(RuntimeError, match="covers 0 of the 32 elements of w"):
         stored(tmp_path, ranks)
+
+
+def test_files_are_let_go_with_the_state(tmp_path: Path):
+    """At once, without the garbage collector: a mapped file that has been removed still takes its disk space."""
+
+    def mapped() -> bool:
+        return str(tmp_path) in Path("/proc/self/maps").read_text(encoding="utf-8")
+
+    state = stored(tmp_path, write(tmp_path, None, 1))
+    gc.disable()
+    try:
+        state.read("w", MASTER, Slice(None, 1, 0, 0, 1))
+        assert mapped()
+        del state
+        assert not mapped()
+    finally:
+        gc.enable()
