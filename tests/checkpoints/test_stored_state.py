@@ -90,7 +90,7 @@ def test_a_parameter_that_nobody_holds_is_an_error(tmp_path: Path):
 
 
 def test_files_are_let_go_with_the_state(tmp_path: Path):
-    """At once, without the garbage collector: a mapped file that has been removed still takes its disk space."""
+    """At once, without the garbage collector: a file that was removed takes disk space while it is mapped."""
 
     def mapped() -> bool:
         return str(tmp_path) in Path("/proc/self/maps").read_text(encoding="utf-8")
