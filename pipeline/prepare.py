@@ -28,6 +28,7 @@ from pipeline.data.tokenizer_training import train_tokenizer
 from pipeline.job.option_ranges import cache_problems
 from pipeline.job.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem
 from pipeline.job.report import console, print_interruption, print_problems
+from pipeline.job.words import counted
 
 PROGRAM = "python -m pipeline.prepare"
 
@@ -142,7 +143,7 @@ def _prepare_local(options: PrepareOptions, prefix: str, corpus: Corpus) -> None
     tokenizer = _tokenizer(options, corpus, rules, folder)
     workers = options.workers or usual_workers(corpus)
     size = sum(file.size for file in corpus.files)
-    parts = _counted(len(corpus.files), "file"), f"{size / 1e6:,.1f} MB", _counted(workers, "worker")
+    parts = counted(len(corpus.files), "file"), f"{size / 1e6:,.1f} MB", counted(workers, "worker")
     _say(", ".join(parts))
     line = _ProgressLine()
     description = write_tokens(prefix, corpus, tokenizer, rules, workers, line.say, line)
@@ -169,10 +170,6 @@ def _inspect(prefix: str, tokenizer: str | None) -> None:
     name = chosen_tokenizer(tokenizer, [prefix])
     for line in TokenReport(prefix, open_token_file(prefix), load_tokenizer(name)).lines():
         print(line)
-
-
-def _counted(number: int, name: str) -> str:
-    return f"{number:,} {name}{'' if number == 1 else 's'}"
 
 
 def _say(message: str) -> None:

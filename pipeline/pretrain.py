@@ -75,8 +75,7 @@ def _be_rank(
             output_dir = options.output_dir
             job = _read_job(options, environment, inherited)
         with only_job(job.output_dir) if environment.rank == 0 else contextlib.nullcontext():
-            if environment.rank == 0:
-                link.folder(job.output_dir)
+            link.folder(job.output_dir)
             stop.leave = partial(_leave_early, job, environment, link)
             return _train(job, environment, stop, link)
     except JobError as error:

@@ -162,12 +162,12 @@ HARD_TO_PASS = ("", "a b", "'", '"', "$HOME", "`id`", "x;true", "a&b", "%n %h", 
 
 def test_job_arguments_survive_every_shell(tmp_path: Path) -> None:
     """As pdsh does it: the words joined by blanks, through two shells."""
-    argument = encode(Ticket(arguments=HARD_TO_PASS, hosts=(("h1", 2),), token="t"))
+    argument = encode(Ticket(arguments=HARD_TO_PASS, hosts=(("h1", 2),), key_file="k"))
     line = f"sh -c 'echo {argument}'"
     arrived = subprocess.run(line, shell=True, capture_output=True, text=True, check=True).stdout.strip()
     ticket, arguments = split_ticket(["--local_rank=3", arrived])
     assert arguments == ["--local_rank=3", *HARD_TO_PASS]
-    assert (ticket.hosts, ticket.token) == ((("h1", 2),), "t")
+    assert (ticket.hosts, ticket.key_file) == ((("h1", 2),), "k")
 
 
 def test_a_ticket_that_was_cut_is_no_ticket() -> None:
@@ -328,7 +328,9 @@ def test_a_rank_outside_the_checked_world_is_a_wrong_job(
 ) -> None:
     """Whatever its launcher makes of the exit code."""
     hub = Hub(HubSettings(2, "token", 60.0, None), print)
-    ticket = Ticket(hosts=(("here", 2),), address="127.0.0.1", port=hub.port, token="token")
+    (tmp_path / "key").touch(0o600)
+    (tmp_path / "key").write_text("token")
+    ticket = Ticket(hosts=(("here", 2),), address="127.0.0.1", port=hub.port, key_file=str(tmp_path / "key"))
     rank = [sys.executable, str(STAND_IN.with_name("stand_in.py")), encode(ticket)]
     launcher = f"import subprocess; subprocess.run({rank!r}, check=False)"
     place = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_SIZE": "3"}

@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import time
 from typing import Any
 
+from pipeline.cluster.credential import introduce, is_proven
 from pipeline.cluster.hub_settings import DIRECT_PORTS, Limits
+from pipeline.cluster.messages import is_order
+from pipeline.cluster.peers import leads_to_another_user
 from pipeline.cluster.rank_environment import LOOPBACK, RankEnvironment
 from pipeline.cluster.ticket import Ticket
 from pipeline.cluster.wire import Connection, Message
 
 _CONNECT_SECONDS = 5.0
 _RETRY_SECONDS = 1.0
+# A first message is short.
+_LONGEST_REFUSAL = 10_000
 
 
 class Unreachable(Exception):
     """There is no hub."""
 
 
-class Refused(Exception):
-    """The hub does not take this rank."""
-
-
-def tell_refusal(ticket: Ticket, text: str) -> bool:
+def tell_refusal(ticket: Ticket, key: str, text: str) -> bool:
     """Tell the launch why this process can be none of its ranks, which a launcher's exit code does not; False
     where it does not hear it."""
     try:
         address = (ticket.address, ticket.port)
         with socket.create_connection(address, timeout=_CONNECT_SECONDS) as stream:
-            Connection(stream).send(token=ticket.token, wrong_world=text)
+            Connection(stream).send(**introduce(key), wrong_world=text[:_LONGEST_REFUSAL])
     except OSError:
         return False
     return True
@@ -45,15 +47,23 @@ class Contact:
     Attributes:
         connection: None while there is none.
         lost: Why there is no contact any more; empty while there is.
+        is_wrong_job: It is that this rank is none of the hub's job.
+
+    Args:
+        hello: What the hub must know of this rank; the proof that it holds `key` goes with it.
 
     Raises:
         Unreachable: the launch does not answer.
     """
 
-    def __init__(self, ticket: Ticket, place: RankEnvironment, hello: Message, limits: Limits) -> None:
+    def __init__(
+        self, ticket: Ticket, key: str, place: RankEnvironment, hello: Message, limits: Limits
+    ) -> None:
         self._place = place
         self._limits = limits
+        self._key = key
         self._hello = hello
+        self._nonce = ""
         self._is_direct = not ticket.port
         self._unsent: list[Message] = []
         self._accepted = False
@@ -62,6 +72,7 @@ class Contact:
         self._orders: list[Message] = []
         self.connection: Connection | None = None
         self.lost = ""
+        self.is_wrong_job = False
         if self._is_direct:
             self._orders.append({"do": "start", "environment": {}, "logs": None, "mark": ""})
             self._address = LOOPBACK if place.world_size == place.local_size else place.master_addr
@@ -87,12 +98,19 @@ class Contact:
     def _connect(self, port: int) -> None:
         stream = socket.create_connection((self._address, port), timeout=_CONNECT_SECONDS)
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._is_direct and leads_to_another_user(stream, os.geteuid()):
+            stream.close()
+            return
         self.connection = Connection(stream)
-        self.connection.send(**self._hello)
+        proven = introduce(self._key)
+        self._nonce = proven["nonce"]
+        self.connection.send(**self._hello, **proven)
 
     def send(self, **message: Any) -> None:
         """Send now, or when there is a hub."""
         if self.connection is None or not self._accepted:
+            if message.get("is") == "progress":  # one a second, for as long as there is no hub
+                self._unsent = [each for each in self._unsent if each.get("is") != "progress"]
             self._unsent.append(message)
         else:
             self.connection.send(**message)
@@ -103,21 +121,40 @@ class Contact:
         if self.connection is None:
             return orders
         for order in self.connection.receive():
-            if order["do"] == "refuse":
-                if not self._is_direct:
-                    self.lost = str(order["reason"])
+            if not is_order(order) or not (self._accepted or self._is_first_word(order)):
+                self.connection.closed = True
                 break
-            if not self._accepted:
-                self._accepted = True
-                for message in self._unsent:
-                    self.connection.send(**message)
-                self._unsent.clear()
-            if not (self._is_direct and order["do"] == "start"):  # it was started at once
+            if order["do"] == "refuse":
+                self._be_refused(order)
+                break
+            if order["do"] == "accept":
+                self._send_kept()
+            elif not (self._is_direct and order["do"] == "start"):  # it was started at once
                 orders.append(order)
             elif order["logs"]:
                 orders.append(order | {"do": "log"})
         self._check()
         return orders
+
+    def _is_first_word(self, order: Message) -> bool:
+        """Whether it comes from this start's hub, or turns this rank away."""
+        return order["do"] == "refuse" or (
+            order["do"] == "accept" and is_proven(order, self._key, "hub", self._nonce)
+        )
+
+    def _be_refused(self, order: Message) -> None:
+        """Without a launch, who refuses before it has accepted is another job's hub."""
+        assert self.connection is not None
+        if self._accepted or not self._is_direct:
+            self.lost, self.is_wrong_job = order["reason"], self._accepted and order["wrong_job"]
+        self.connection.closed = True
+
+    def _send_kept(self) -> None:
+        assert self.connection is not None
+        self._accepted = True
+        for message in self._unsent:
+            self.connection.send(**message)
+        self._unsent.clear()
 
     def beat(self, now: float) -> None:
         """Give a sign of life when it is time; look for a hub where none has been found yet."""
@@ -149,6 +186,9 @@ class Contact:
         if self._is_direct and not self._accepted:  # something else listens there
             connection.close()
             self.connection = None
+            return
+        if not self._accepted and connection.closed:
+            self.lost = f"what answers at {self._address}:{self._port} is not this job's launch"
             return
         hub = "rank 0's guard" if self._is_direct else "launch.sh"
         how = "has ended" if connection.closed else f"has not been heard of for {silent:.0f} s"

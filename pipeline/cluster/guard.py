@@ -22,15 +22,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from pipeline.cluster.contact import Contact, Refused, Unreachable, tell_refusal
-from pipeline.cluster.hub import Hub
+from pipeline.cluster.contact import Contact, Unreachable, tell_refusal
+from pipeline.cluster.credential import forget_key, read_key
+from pipeline.cluster.hub import LOGS_FOLDER, Hub
 from pipeline.cluster.hub_settings import HubSettings, Limits
 from pipeline.cluster.outcome import Outcome, read_outcome, write_outcome
 from pipeline.cluster.owned_process import OwnedProcess
 from pipeline.cluster.rank_environment import RankEnvironment, free_port
 from pipeline.cluster.rank_link import OPTION, STACKS_SIGNAL, Inherited
-from pipeline.cluster.rank_output import RankOutput, forget_old_starts
-from pipeline.cluster.rank_place import direct_ports, direct_token, is_free_port, placed
+from pipeline.cluster.rank_output import RankOutput, forget_old_starts, is_start_name
+from pipeline.cluster.rank_place import direct_key, direct_ports, is_free_port, placed
 from pipeline.cluster.ticket import Ticket, split_ticket
 from pipeline.cluster.wire import Connection, Message
 from pipeline.job.problems import EXIT_FAILED, EXIT_STOPPED, EXIT_WRONG_JOB, JobError
@@ -49,14 +50,15 @@ def own_rank(argv: Sequence[str]) -> None:
         return
     try:
         ticket, arguments = split_ticket(argv[1:])
+        key = _key_of_launch(ticket)
         environment = placed(ticket, os.environ)
-        guard = Guard(ticket, environment, [sys.executable, "-u", argv[0]], arguments)
+        guard = Guard(ticket, key, environment, [sys.executable, "-u", argv[0]], arguments)
     except JobError as error:
         text = "\n".join(str(problem) for problem in error.problems)
-        if not (ticket.port and tell_refusal(ticket, text)):
+        if not (ticket.port and tell_refusal(ticket, key, text)):
             say(text)
         sys.exit(EXIT_WRONG_JOB)
-    except (ValueError, Refused, Unreachable) as error:
+    except (ValueError, Unreachable) as error:
         say(f"error: {error}")
         sys.exit(EXIT_FAILED)
     code = guard.run()
@@ -64,21 +66,42 @@ def own_rank(argv: Sequence[str]) -> None:
     os._exit(code)
 
 
+def _key_of_launch(ticket: Ticket) -> str:
+    """The key that the launch has left here; without a launch nothing.
+
+    Raises:
+        Unreachable: it is not here.
+    """
+    if not ticket.port:
+        return ""
+    try:
+        return read_key(ticket.key_file)
+    except OSError as error:
+        where = f"{ticket.key_file} on {socket.gethostname()}"
+        raise Unreachable(f"the key of this start cannot be read: {where}: {error.strerror}") from error
+
+
 class Guard:
     """One rank's owner.
 
     Args:
+        key: Of the launch; empty without one.
         command: Starts the rank, before its arguments.
 
     Raises:
-        Refused, Unreachable: there is no hub that takes this rank.
-        OSError: rank 0 cannot listen for the other guards.
+        Unreachable: there is no launch, or rank 0 cannot listen for the other guards.
     """
 
     def __init__(
-        self, ticket: Ticket, environment: RankEnvironment, command: Sequence[str], arguments: Sequence[str]
+        self,
+        ticket: Ticket,
+        key: str,
+        environment: RankEnvironment,
+        command: Sequence[str],
+        arguments: Sequence[str],
     ) -> None:
         self._ticket = ticket
+        self._key = key or direct_key(environment)
         self._environment = environment
         self._command = [*command]
         self._arguments = [*arguments]
@@ -87,7 +110,7 @@ class Guard:
         self._parent = os.getppid()
         self._selector = selectors.DefaultSelector()
         self._hub = self._own_hub()
-        self._contact = Contact(ticket, environment, self._hello(), self._limits)
+        self._contact = Contact(ticket, self._key, environment, self._hello(), self._limits)
         self._output = RankOutput(environment.rank)
         self._link: Connection | None = None
         self._process: OwnedProcess | None = None
@@ -102,6 +125,8 @@ class Guard:
         self._progress_sent = 0.0
         self._step = 0
         self._mark = ""
+        self._folder: Path | None = None  # where the rank's job writes
+        self._log_order: Message | None = None
 
     def run(self) -> int:
         """Start the rank, see to it until its end and that of all others; its exit code."""
@@ -124,10 +149,11 @@ class Guard:
             return None
         settings = HubSettings(
             place.world_size,
-            direct_token(place),
+            self._key,
             ticket.failure_timeout,
             ticket.step_timeout,
             start_seconds=None,
+            key_is_public=True,
         )
         for port in direct_ports(place):
             with contextlib.suppress(OSError):
@@ -139,10 +165,9 @@ class Guard:
 
     def _hello(self) -> Message:
         place, ticket = self._environment, self._ticket
-        token = ticket.token or direct_token(place)
         host = ticket.place(place.rank)[0] if ticket.hosts else place.rank // place.local_size
         hello: Message = {
-            "token": token,
+            "world_size": place.world_size,
             "rank": place.rank,
             "host": socket.gethostname(),
             "host_number": host,
@@ -248,6 +273,10 @@ class Guard:
             return
         if what == "failure":
             self._output.log((message["text"].rstrip() + "\n").encode())
+        if what == "folder":
+            self._folder = Path(message["path"])
+            if self._log_order is not None:
+                self._log_to(self._log_order)
         if what == "ending":
             self._said_ending = True
         if self._progress is not None:
@@ -259,7 +288,7 @@ class Guard:
         for order in self._contact.receive():
             self._obey(order)
         if self._contact.lost and not self._released and self._reported is None:
-            self._give_up(self._contact.lost, "lost")
+            self._give_up(self._contact.lost, "refused" if self._contact.is_wrong_job else "lost")
 
     def _obey(self, order: Message) -> None:
         what = order["do"]
@@ -275,6 +304,8 @@ class Guard:
             )
         elif what == "log":
             self._log_to(order)
+        elif what == "together":  # nobody needs it any more
+            forget_key(self._ticket.key_file)
         elif what == "keep":
             self._output.add_log_of(order["rank"], order["text"])
         elif what == "release":
@@ -291,6 +322,11 @@ class Guard:
 
     def _log_to(self, order: Message) -> None:
         folder, self._mark = Path(order["logs"]), order["mark"]
+        if not self._ticket.port:  # the hub may be anybody's; this rank knows where its job writes
+            self._log_order = order
+            if self._folder is None or not is_start_name(folder.name):
+                return
+            folder = self._folder / LOGS_FOLDER / folder.name
         self._output.log_to(folder)
         if self._environment.rank == 0:
             self._output.write_mark(self._mark)
@@ -362,6 +398,7 @@ class Guard:
         if folder is not None and self._environment.local_rank == 0:
             with contextlib.suppress(OSError):  # a full disk: the launch has it from the hub
                 self._write_outcome(folder.parents[1])
+        forget_key(self._ticket.key_file)
         if self._hub is not None:
             self._hub.linger()
         self._output.close()  # first: who has left the hub has nothing to say any more, and may be killed
@@ -379,6 +416,8 @@ class Guard:
     def _exit_code(self) -> int:
         if self._outcome is not None and self._outcome.status == "stopped" and not self._said_ending:
             return EXIT_STOPPED  # before it had begun
+        if self._contact.is_wrong_job or (self._outcome is not None and self._outcome.status == "wrong_job"):
+            return EXIT_WRONG_JOB
         if self._process is None:
             return EXIT_FAILED
         code = self._process.code

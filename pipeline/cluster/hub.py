@@ -16,17 +16,21 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from pipeline.cluster.door import Door
 from pipeline.cluster.hub_settings import HubSettings, Limits
+from pipeline.cluster.messages import is_report
 from pipeline.cluster.roster import Failure, Kind, RankState, Roster, Verdict, describe_exit, ranges
 from pipeline.cluster.stacks import grouped_stacks
 from pipeline.cluster.step_watch import StepWatch
-from pipeline.cluster.wire import Connection, Message, listen
+from pipeline.cluster.wire import Connection, Message
 from pipeline.job.problems import EXIT_WRONG_JOB
 
 # In the output folder: a folder for each start, in it a file for each rank.
 LOGS_FOLDER = "logs"
 # After a first report, others may come in that were first.
 SETTLE_SECONDS = 1.0
+_LONGEST_NAME = 256
+_SAME_WORLD = "give every host the same hostfile and the same options for it"
 # Between the question for the ranks' stacks and the end.
 STACKS_SECONDS = 3.0
 
@@ -52,12 +56,10 @@ class Hub:
         self.roster = Roster()
         self.verdict: Verdict | None = None
         self.master: tuple[str, int] | None = None
-        self._listener = listen(port, everywhere)
-        self._listener.setblocking(False)
-        self.port: int = self._listener.getsockname()[1]
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._strangers: dict[Connection, float] = {}
+        key, size, is_public = settings.key, settings.world_size, settings.key_is_public
+        self._door = Door(key, is_public, size, self._selector, port, everywhere)
+        self.port: int = self._door.port
         self._guards: dict[int, Connection] = {}  # those that have gone included
         self._ranks: dict[Connection, int] = {}
         self._watch = StepWatch(settings.step_timeout)
@@ -74,9 +76,9 @@ class Hub:
         self._stacks: dict[int, str] = {}
 
     @property
-    def token(self) -> str:
-        """What a guard must say to be heard."""
-        return self._settings.token
+    def key(self) -> str:
+        """What a guard must have to be heard."""
+        return self._settings.key
 
     def fileno(self) -> int:
         """Readable when `poll` has something to do."""
@@ -95,8 +97,8 @@ class Hub:
     def poll(self, seconds: float = 0.0) -> None:
         """Take what arrives within `seconds`, and do what is due."""
         for key, _ in self._selector.select(seconds):
-            if key.fileobj is self._listener:
-                self._accept()
+            if key.fileobj is self._door.listener:
+                self._door.accept()
             else:
                 self._hear(key.data)
         self._tick(time.monotonic())
@@ -126,66 +128,62 @@ class Hub:
 
     def close(self) -> None:
         """Let go of every guard."""
-        for connection in (*self._ranks, *self._strangers):
+        for connection in list(self._ranks):
             connection.flush()
             self._drop(connection)
-        self._listener.close()
+        self._door.close()
         self._selector.close()
 
     # Traffic --------------------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        try:
-            stream, _ = self._listener.accept()
-        except OSError:  # it has left again
-            return
-        connection = Connection(stream)
-        self._strangers[connection] = time.monotonic()
-        self._selector.register(connection, selectors.EVENT_READ, connection)
-
     def _hear(self, connection: Connection) -> None:
         for message in connection.receive():
-            if connection in self._strangers:
+            if connection in self._door:
                 self._meet(connection, message)
             elif connection in self._ranks:
+                if not is_report(message):
+                    connection.closed = True
+                    return
                 self._take(self.roster.states[self._ranks[connection]], message)
 
     def _let_go(self) -> None:
         """Part with connections that are gone. A guard that has reported its rank's end may go; others may
         not."""
-        for connection in [each for each in (*self._ranks, *self._strangers) if each.closed]:
-            rank = self._ranks.get(connection)
+        for connection in [each for each in self._ranks if each.closed]:
+            state = self.roster.states[self._ranks[connection]]
             self._drop(connection)
-            if rank is not None and not self.roster.states[rank].gone:
-                state = self.roster.states[rank]
+            if not state.gone:
                 self._lose(state, f"contact with its guard on {state.name} is lost (host or guard gone)")
 
     def _drop(self, connection: Connection) -> None:
         self._selector.unregister(connection)
         connection.close()
-        self._strangers.pop(connection, None)
-        self._ranks.pop(connection, None)
+        del self._ranks[connection]
 
     def _meet(self, connection: Connection, hello: Message) -> None:
-        """A guard's first message. Who does not know the token is no guard of this job."""
-        if hello.get("token") != self._settings.token:
-            self._refuse(connection, "this is another job's launch")
+        """A guard's first message. Who does not hold the key is no guard of this job."""
+        if not self._door.is_guard(connection, hello):
+            self._door.refuse(connection, "this is another job's launch")
             return
+        name, size = str(hello.get("host"))[:_LONGEST_NAME], self._settings.world_size
         if "wrong_world" in hello:  # it says that it cannot be one of them
-            text = str(hello["wrong_world"])
-            self._drop(connection)
-            self._fail(Failure("refused", None, 0, text.partition("\n")[0], text, time.monotonic()))
+            self._door.drop(connection)
+            self._refuse_job(str(hello["wrong_world"]))
             return
-        rank, number, name = hello.get("rank"), hello.get("host_number"), str(hello.get("host"))
-        ranks = range(self._settings.world_size)
-        if type(rank) is not int or type(number) is not int or rank not in ranks:
-            self._refuse(connection, f"rank {rank} is none of this job's {len(ranks)}")
+        if hello.get("world_size") != size:
+            text = f"error: {name} was started for {hello.get('world_size')} ranks, and rank 0 for {size}"
+            self._door.refuse(connection, f"{text}; {_SAME_WORLD}", is_wrong_job=True)
+            self._refuse_job(f"{text}; {_SAME_WORLD}")
+            return
+        rank, number = hello.get("rank"), hello.get("host_number")
+        if type(rank) is not int or type(number) is not int or rank not in range(size):
+            self._door.refuse(connection, f"rank {rank} is none of this job's {size}")
             return
         if rank in self._guards:
-            self._refuse(connection, f"rank {rank} is here already")
+            self._door.refuse(connection, f"rank {rank} is here already")
             self.end("error", f"two processes, one on {name}, say that they are rank {rank}", rank)
             return
-        del self._strangers[connection]
+        self._door.admit(connection)
         self._ranks[connection] = rank
         self._first_hello = self._first_hello or time.monotonic()
         self._guards[rank] = connection
@@ -199,15 +197,16 @@ class Hub:
         if self.master is not None:
             for each in list(self._guards.values()) if rank == 0 else [connection]:
                 self._welcome(each)
+        if self.world_is_here:
+            self._broadcast(do="together")
 
-    def _refuse(self, connection: Connection, reason: str) -> None:
-        connection.send(do="refuse", reason=reason)
-        self._drop(connection)
+    def _refuse_job(self, text: str) -> None:
+        self._fail(Failure("refused", None, 0, text.partition("\n")[0], text, time.monotonic()))
 
     def _rendezvous(self, connection: Connection, hello: Message) -> tuple[str, int]:
         """Where torch's ranks meet: on the host that rank 0 is on, whatever the launcher made of it."""
-        address = self._settings.master_addr or hello.get("address") or connection.peer
-        return address, self._settings.master_port or hello["port"]
+        address = self._settings.master_addr or str(hello.get("address") or connection.peer)
+        return address, self._settings.master_port or int(hello.get("port", 0))
 
     def _welcome(self, connection: Connection) -> None:
         address, port = self.master or ("", 0)
@@ -223,9 +222,9 @@ class Hub:
         if what == "progress":
             state.phase, state.step, state.moved = message["phase"], message["step"], time.monotonic()
             self._watch.progress(message["phase"], message["step"], state.moved)
-        elif what == "saved":
+        elif what == "saved" and state.rank == 0:
             self.roster.saved = max(message["step"], self.roster.saved or 0)
-        elif what == "folder":
+        elif what == "folder" and state.rank == 0:
             self._logs = f"{message['path']}/{LOGS_FOLDER}/{self._start_name}"
             self._broadcast(do="log", logs=self._logs, mark=self._mark)
         elif what == "ending":
@@ -278,13 +277,13 @@ class Hub:
     # Time -----------------------------------------------------------------------------------------------
 
     def _tick(self, now: float) -> None:
-        for connection in (*self._ranks, *self._strangers):
+        for connection in self._ranks:
             connection.flush()
         self._let_go()
+        self._door.sweep(now)
         if now - self._beat >= self._limits.beat:
             self._beat = now
             self._broadcast(do="beat")
-            self._drop_strangers(now)
         if self.verdict is not None:
             return
         self._check_silence(now)
@@ -298,11 +297,6 @@ class Hub:
             self._deadline = now + self._limits.grace + 2 * self._limits.beat
         if self._is_over(now):
             self._conclude()
-
-    def _drop_strangers(self, now: float) -> None:
-        for connection, since in list(self._strangers.items()):
-            if now - since > self._limits.silence:
-                self._drop(connection)
 
     def _check_silence(self, now: float) -> None:
         for state in self.roster.running:

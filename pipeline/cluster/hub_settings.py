@@ -37,19 +37,21 @@ class HubSettings:
 
     Attributes:
         world_size: Ranks to expect.
-        token: What a guard must say to be heard.
+        key: What a guard must hold to be heard.
         master_addr, master_port: Rendezvous as the user gave it; None: rank 0's own address and a port that
             is free there. Ignored for a start without a launch, whose launcher has said it.
         environment: Variables for every rank that may not stand on a command line.
         start_seconds: How long the first rank may take to report; None: no limit for any of them, since the
             user starts the hosts one by one.
+        key_is_public: Everybody can know the key: there was no launch that could have drawn one.
     """
 
     world_size: int
-    token: str
+    key: str
     failure_timeout: float
     step_timeout: float | None
     master_addr: str | None = None
     master_port: int | None = None
     environment: tuple[tuple[str, str], ...] = ()
     start_seconds: float | None = START_SECONDS
+    key_is_public: bool = False

@@ -38,7 +38,7 @@ class RankLink(Protocol):
         """A checkpoint of this step is complete. Rank 0 says it."""
 
     def folder(self, output_dir: str) -> None:
-        """The job has its output folder from now on. Rank 0 says it."""
+        """The job's output folder. Of rank 0: it has it to itself from now on."""
 
     def ending(self, status: str, step: int, message: str) -> None:
         """The run has ended well, on every rank; this one leaves."""

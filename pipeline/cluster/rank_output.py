@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import pty
+import re
 import shutil
 import signal
 import sys
@@ -24,6 +25,7 @@ _TAIL_LINES = 30
 MAX_GATHERED = 2**20
 # Lies beside the logs, so that a host can tell whether it sees the first host's folder.
 MARK_FILE = ".first_host"
+_START_NAME = re.compile(r"\d{8}-\d{6}")
 _CLOSE_SECONDS = 2.0
 _PIECE = 2**16
 _MAX_STACKS = 2**20
@@ -166,11 +168,16 @@ def log_name(rank: int) -> str:
     return f"rank_{rank:05}.log"
 
 
+def is_start_name(name: str) -> bool:
+    """Whether a folder of logs is called so: by the time of the start."""
+    return _START_NAME.fullmatch(name) is not None
+
+
 def forget_old_starts(logs: Path) -> None:
     """Remove all but the last starts' folders in `logs`. One that cannot be removed is no reason to stop."""
     with contextlib.suppress(OSError):
-        # Their names are their times.
-        for folder in sorted(path for path in logs.iterdir() if path.is_dir())[:-KEPT_STARTS]:
+        starts = [path for path in logs.iterdir() if path.is_dir() and is_start_name(path.name)]
+        for folder in sorted(starts)[:-KEPT_STARTS]:
             shutil.rmtree(folder, ignore_errors=True)
 
 

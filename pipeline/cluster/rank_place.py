@@ -67,6 +67,7 @@ def direct_ports(place: RankEnvironment) -> range:
     return range(place.master_port + 1, min(place.master_port + 1 + DIRECT_PORTS, 65536))
 
 
-def direct_token(place: RankEnvironment) -> str:
-    """Tells jobs without a launch apart: two on one host cannot have the same rendezvous port."""
-    return f"{place.master_port}/{place.world_size}"
+def direct_key(place: RankEnvironment) -> str:
+    """Tells jobs without a launch apart: two on one host cannot have the same rendezvous port. It is no
+    secret: no such thing is shared by processes that were started one by one."""
+    return f"rendezvous {place.master_port}"

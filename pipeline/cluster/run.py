@@ -45,11 +45,7 @@ def run_launch(
     """
     if is_first_host:
         clear_outcome(output_dir)
-    try:
-        ended = Supervisor(stop_timeout, say, hub).run(launch.command, launch.environment)
-    finally:
-        if hub is not None:
-            hub.close()
+    ended = Supervisor(stop_timeout, say, hub).run(launch.command, launch.environment)
     verdict = hub.verdict if hub is not None else None
     if hub is None:
         outcome = read_outcome(output_dir, launch.master_port)

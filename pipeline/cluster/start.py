@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import resource
-import secrets
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from pipeline.cluster.credential import key_in_memory, new_key
 from pipeline.cluster.deepspeed_env import deepspeed_env
 from pipeline.cluster.forwarded import forwarded
+from pipeline.cluster.hosts.ask import way_to_hosts
 from pipeline.cluster.hub import Hub
 from pipeline.cluster.hub_settings import HubSettings
+from pipeline.cluster.key_delivery import NotDelivered, deliver_key
 from pipeline.cluster.launcher_command import SCRIPT, plan_launch
 from pipeline.cluster.launcher_options import LauncherOptions
 from pipeline.cluster.run import Result, run_launch
@@ -20,12 +23,13 @@ from pipeline.cluster.supervise import say
 from pipeline.cluster.ticket import Ticket
 from pipeline.cluster.wire import route_address
 from pipeline.cluster.world import World, is_this_machine
+from pipeline.job.words import counted
 
 _SSH_SECONDS = 10
 
 
 class NoWay(Exception):
-    """This machine does not know how the first host reaches it; the message has the remedy."""
+    """This machine and the hosts do not find each other; the message has the remedy."""
 
 
 def start_once(
@@ -39,33 +43,46 @@ def start_once(
     """One start of `script` on every rank of `world`. `batch`: as in a ticket.
 
     Raises:
-        NoWay: the hub has no address that the ranks could use.
+        NoWay: the hub has no address that the ranks could use, or a host cannot be given the key.
     """
-    hub = None if options.no_ssh else _hub(world, options)
-    address = launch_address(world, options) if hub is not None else ""
     ticket = Ticket(
         arguments=tuple(job_arguments),
         hosts=tuple((host.name, host.slots) for host in world.hosts),
-        address=address,
-        port=hub.port if hub is not None else 0,
-        token=hub.token if hub is not None else "",
         failure_timeout=options.failure_timeout,
         step_timeout=options.step_timeout,
         batch=batch,
     )
-    launch = plan_launch(options, world, ticket, os.environ, script)
-    where = f"; their guards report to {address}:{ticket.port}" if hub is not None else ""
-    say(f"Starting {world.size} ranks{where}.")
-    return run_launch(launch, output_dir, options.stop_timeout, hub, options.is_first_host)
+    with contextlib.ExitStack() as stack:
+        hub, where = None, ""
+        if not options.no_ssh:
+            address = launch_address(world, options)
+            hub = stack.enter_context(contextlib.closing(_hub(world, options)))
+            key_file = stack.enter_context(_key_file(world, options, hub.key))
+            ticket = replace(ticket, address=address, port=hub.port, key_file=key_file)
+            where = f"; their guards report to {address}:{ticket.port}"
+        launch = plan_launch(options, world, ticket, os.environ, script)
+        say(f"Starting {counted(world.size, 'rank')}{where}.")
+        return run_launch(launch, output_dir, options.stop_timeout, hub, options.is_first_host)
+
+
+@contextlib.contextmanager
+def _key_file(world: World, options: LauncherOptions, key: str) -> Iterator[str]:
+    """Where the guards find the key, on every host."""
+    if world.is_local:
+        with key_in_memory(key) as path:
+            yield path
+        return
+    try:
+        path = deliver_key(world.hosts, way_to_hosts(options.launcher, options.ssh_port), key)
+    except NotDelivered as error:
+        raise NoWay(str(error)) from error
+    yield path
 
 
 def _hub(world: World, options: LauncherOptions) -> Hub:
-    # A connection for each rank; the usual soft limit is 1,024 open files.
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     settings = HubSettings(
         world_size=world.size,
-        token=secrets.token_urlsafe(16),
+        key=new_key(),
         failure_timeout=options.failure_timeout,
         step_timeout=options.step_timeout,
         master_addr=options.master_addr,

@@ -4,7 +4,7 @@
 
 Launchers send the command line through one or two shells, which drop empty arguments, expand ``$``, split at
 blanks and lose quotes; pdsh replaces ``%n`` besides. Letters, digits, ``-``, ``_`` and ``=`` survive all of
-them. No credential is in a ticket: the command line can be read by everybody on a host, its token, too.
+them. No credential is in a ticket: the command line can be read by everybody on a host.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Ticket:
         arguments: The job's command line, as the user wrote it.
         hosts: (name, slots) of the checked world, in rank order; empty without a launch.
         address, port: Where the launch listens; empty where rank 0's guard does (`hub.direct_ports`).
-        token: Tells the processes of this start from other jobs and from strangers on the network.
+        key_file: Path of the key on every host (`pipeline.cluster.credential`); empty without a launch.
         failure_timeout: Seconds within which the ranks end when something they need is gone.
         step_timeout: Seconds that a step may take; None: from the measured ones.
         batch: (train batch, micro-batch, accumulation steps) in place of those that the JSON gives; empty for
@@ -38,7 +38,7 @@ class Ticket:
     hosts: tuple[tuple[str, int], ...] = ()
     address: str = ""
     port: int = 0
-    token: str = ""
+    key_file: str = ""
     failure_timeout: float = 60.0
     step_timeout: float | None = None
     batch: tuple[int, ...] = field(default=())

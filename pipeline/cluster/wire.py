@@ -20,6 +20,8 @@ MAX_UNSENT = 256 * 2**20
 _PIECE = 2**16
 # What one call takes at most, so that a peer that never pauses holds nobody up.
 _PIECES_PER_CALL = 256
+# All ranks connect within a moment; the system takes its own maximum where that is less.
+_BACKLOG = 4096
 
 
 class Connection:
@@ -29,11 +31,15 @@ class Connection:
         closed: The other end is gone, or sent what is no message; nothing more can be exchanged. The
             descriptor stays open until `close`, so that whoever selects on it can let go of it first.
         heard: Time of the last arrival, by `time.monotonic`.
+
+    Args:
+        most: Longest message that is taken, in bytes.
     """
 
-    def __init__(self, stream: socket.socket) -> None:
+    def __init__(self, stream: socket.socket, most: int = MAX_MESSAGE) -> None:
         stream.setblocking(False)
         self._stream = stream
+        self._most = most
         self._received = bytearray()
         self._unsent = bytearray()
         self.closed = False
@@ -49,6 +55,10 @@ class Connection:
             return str(self._stream.getpeername()[0]).removeprefix("::ffff:")
         except (OSError, IndexError):
             return ""
+
+    def take_all(self) -> None:
+        """Take messages of any length from now on: the other end is known."""
+        self._most = MAX_MESSAGE
 
     @property
     def unsent(self) -> bool:
@@ -93,6 +103,8 @@ class Connection:
                 break
             self.heard = time.monotonic()
             self._received += piece
+            if len(self._received) > self._most + _PIECE:
+                break
         return self._split()
 
     def _split(self) -> list[Message]:
@@ -108,7 +120,7 @@ class Connection:
                 self.closed = True
                 break
             messages.append(message)
-        if len(rest) > MAX_MESSAGE:
+        if len(rest) > self._most:
             self.closed = True
         return messages
 
@@ -125,8 +137,10 @@ def listen(port: int, everywhere: bool) -> socket.socket:
         OSError: the port is taken.
     """
     if everywhere and socket.has_dualstack_ipv6():
-        return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("" if everywhere else "127.0.0.1", port))
+        return socket.create_server(
+            ("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG
+        )
+    return socket.create_server(("" if everywhere else "127.0.0.1", port), backlog=_BACKLOG)
 
 
 def route_address(host: str) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pipeline.cluster.credential import introduce
 from pipeline.cluster.hub import Hub
 from pipeline.cluster.hub_settings import HubSettings
 from pipeline.cluster.outlet import Outlet, PlainLines, Tail
@@ -29,6 +30,7 @@ STAND_IN = Path(__file__).with_name("stand_in.py")
 # A parent of guards that is no launcher: it waits.
 PARENT = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"
 TIMEOUT = 6.0
+KEY = "a key that nobody guesses"
 
 
 class Start:
@@ -38,7 +40,9 @@ class Start:
         self.folder = folder
         self.said: list[str] = []
         self.world_size = world_size
-        settings = HubSettings(world_size, "token", TIMEOUT, step_timeout)
+        self.key_file = folder / "key"
+        self.write_key(KEY)
+        settings = HubSettings(world_size, KEY, TIMEOUT, step_timeout)
         self.hub = Hub(settings, self.said.append)
         self.guards: list[subprocess.Popen] = []
 
@@ -49,7 +53,7 @@ class Start:
             "hosts": (("here", self.world_size),),
             "address": "127.0.0.1",
             "port": self.hub.port,
-            "token": "token",
+            "key_file": str(self.key_file),
             "failure_timeout": TIMEOUT,
         }
         ticket = Ticket(**values | changes)  # type: ignore[arg-type]
@@ -64,6 +68,18 @@ class Start:
         command = [*before, sys.executable, str(STAND_IN), "--local_rank=0", encode(ticket)]
         with (self.folder / f"console{rank}").open("w") as out:
             self.guards.append(subprocess.Popen(command, env=environment, stdout=out, stderr=out))
+
+    def write_key(self, key: str) -> None:
+        self.key_file.touch(0o600)
+        self.key_file.write_text(key)
+
+    def hello(self, **changes: object) -> bytes:
+        """What a guard says first. `changes`: other fields; None leaves one out."""
+        values = {"rank": 0, "host_number": 0, "host": "x", "world_size": self.world_size, "port": 1}
+        values |= introduce(KEY) | changes
+        return (
+            json.dumps({name: value for name, value in values.items() if value is not None}).encode() + b"\n"
+        )
 
     def all(self, *job: str) -> None:
         for rank in range(self.world_size):
@@ -238,7 +254,8 @@ def test_a_guard_that_falls_silent_is_lost(start: Start) -> None:
 
 
 def test_another_jobs_guard_is_turned_away(start: Start) -> None:
-    start.guard(0, "5", "0.01", token="another")
+    start.write_key("another")
+    start.guard(0, "5", "0.01")
     start.until(lambda: start.guards[0].poll() is not None)
     assert start.guards[0].returncode == 1
     assert start.hub.roster.states == {}
@@ -267,15 +284,20 @@ def test_a_world_other_than_the_checked_one_is_refused(start: Start, change: dic
         b"GET / HTTP/1.1\n",
         b"[" * 200_000 + b"\n",
         b"{}\n",
-        b'{"token": "other", "wrong_world": "end"}\n',
-        b'{"token": "other", "rank": 0, "host_number": 0}\n{"is": "signal", "signal": "SIGTERM"}\n',
-        b'{"token": "token", "rank": 3, "host_number": 0, "host": "x"}\n',
-        b'{"token": "token", "rank": -1, "host_number": 0, "host": "x"}\n',
-        b'{"token": "token", "rank": true, "host_number": 0, "host": "x"}\n',
-        b'{"token": "token", "rank": 0}\n',
+        b'{"nonce": "1", "proof": "2", "wrong_world": "end"}\n',
+        b'{"nonce": 1, "proof": ["2"]}\n',
+        {"proof": "0" * 64},
+        {"nonce": "0" * 32},
+        {"nonce": None},
+        {"rank": 3},
+        {"rank": -1},
+        {"rank": True},
+        {"host_number": None},
     ],
 )
-def test_a_stranger_learns_nothing_and_ends_nothing(start: Start, words: bytes) -> None:
+def test_a_stranger_learns_nothing_and_ends_nothing(start: Start, words: bytes | dict) -> None:
+    if isinstance(words, dict):
+        words = start.hello(**words) + b'{"is": "signal", "signal": "SIGTERM"}\n'
     with socket.create_connection(("127.0.0.1", start.hub.port)) as stranger:
         stranger.sendall(words)
         stranger.settimeout(0.0)
@@ -293,7 +315,7 @@ def test_a_stranger_learns_nothing_and_ends_nothing(start: Start, words: bytes) 
             return not piece
 
         start.until(is_let_go)
-    assert not answer or json.loads(answer)["do"] == "refuse"
+    assert not answer or json.loads(answer.splitlines()[-1])["do"] == "refuse"
     assert (start.hub.roster.states, start.hub.roster.failures, start.hub.verdict) == ({}, [], None)
 
 
@@ -335,7 +357,7 @@ def test_a_stop_before_ranks_have_begun_is_no_failure(start: Start, number: sign
 def test_without_a_launch_rank_0_has_the_hub(start: Start) -> None:
     start.hub.close()
     for rank in range(3):
-        start.guard(rank, "1000", "0.05", "2:9:signal=SIGKILL", address="", port=0, token="", hosts=())
+        start.guard(rank, "1000", "0.05", "2:9:signal=SIGKILL", address="", port=0, key_file="", hosts=())
     assert not any(guard.wait(30) == 0 for guard in start.guards)
     assert "rank 2 on" in (start.folder / "console0").read_text()
     assert json.loads((start.folder / "outcome.json").read_text())["rank"] == 2

@@ -1,0 +1,75 @@
+"""Brings the key of a start to its hosts: over the way of the host checks, and there through standard input.
+
+The name of the file is drawn by chance and stands on command lines; its content does not. Guards remove it
+when all of them have come. What a start that was killed has left is removed by a later one, after a day.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+
+from pipeline.cluster.hostfile import Host
+from pipeline.cluster.hosts.ask import Way
+from pipeline.cluster.hosts.reach import failure_of, no_client
+from pipeline.cluster.hosts.session import Said, Session, close_all
+
+DELIVERY_SECONDS = 60.0
+# Every host has it, and a home folder may be read-only. /dev/shm is emptied at a user's last logout.
+FOLDER = "/tmp"
+_BEGINNING = ".launch_key_"
+_MARK = "KEY:"
+# Lines before the key are for start-up files of shells that ask something. Hosts may share the folder.
+_SCRIPT = (
+    "umask 077; find {folder} -maxdepth 1 -type f -user \"$(id -u)\" -name '{beginning}*' -mmin +1440 "
+    "-exec rm -f {{}} + 2>/dev/null; while read -r line; do case $line in key=*) break;; esac; done; "
+    'case $line in key=*) printf %s "${{line#key=}}" >{path}.{number} && mv -f {path}.{number} {path} && '
+    "echo {mark};; *) false;; esac || exit 3; cat >/dev/null"
+)
+_NOT_WRITTEN = 3
+
+
+class NotDelivered(Exception):
+    """Hosts that do not have the key; the message names them, with the reason and what to do."""
+
+
+def deliver_key(hosts: Sequence[Host], way: Way, key: str, seconds: float = DELIVERY_SECONDS) -> str:
+    """Leave the key on every host, in parallel; the path of its file there.
+
+    Raises:
+        NotDelivered: some host does not have it.
+    """
+    path = f"{FOLDER}/{_BEGINNING}{secrets.token_hex(16)}"
+    sessions: list[Session] = []
+    try:
+        for number, host in enumerate(hosts):
+            names = {"folder": FOLDER, "beginning": _BEGINNING, "path": path, "mark": _MARK}
+            command = way(host, _SCRIPT.format(number=number, **names))
+            try:
+                session = Session(command, _MARK)
+            except FileNotFoundError as error:
+                failure = no_client(command[0])
+                raise NotDelivered(f"{failure.rule}. {failure.remedy}") from error
+            sessions.append(session)
+            session.say(f"\n\nkey={key}")
+        deadline = time.monotonic() + seconds
+        has = [session.answer(deadline) is not None for session in sessions]
+    finally:
+        said = close_all(sessions)
+    problems = [
+        f"{host.name}: {_why(host, words)}"
+        for host, there, words in zip(hosts, has, said, strict=True)
+        if not there
+    ]
+    if problems:
+        raise NotDelivered("\n".join(problems))
+    return path
+
+
+def _why(host: Host, said: Said) -> str:
+    if said.return_code == _NOT_WRITTEN:
+        words = said.errors.strip().splitlines()[-1:] or ["nothing"]
+        return f"the key of this start cannot be left in {FOLDER} there (it says: {words[0][:200]})"
+    failure = failure_of(said)
+    return f"{failure.rule}. {failure.remedy.replace('{host}', host.name)}"
