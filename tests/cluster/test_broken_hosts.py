@@ -85,6 +85,9 @@ def test_options_variables_places_and_logs(pair: Hosts) -> None:
     assert "hidden" not in job.process.stdout + job.process.stderr
     assert "[INFO]" not in job.process.stdout + job.process.stderr  # the launchers of other hosts are quiet
     assert f"rendezvous at {pair.address('h1')}:{places[0]['MASTER_PORT']}" in job.process.stderr
+    # The start's key was there for the guards only.
+    for name in WORKERS:
+        assert ".launch_key_" not in pair.run(name, ["ls", "-A", "/tmp"], 20).stdout
     logs = sorted(path.name for path in job.folder.glob("logs/*/*.log"))
     assert logs == [f"rank_0000{rank}.log" for rank in range(3)]
 
