@@ -30,6 +30,7 @@ from pipeline.cluster.launcher_options import (
 )
 from pipeline.cluster.launcher_rules import launcher_world_problems
 from pipeline.cluster.rank_environment import free_port
+from pipeline.cluster.running import running_problems
 from pipeline.cluster.world import World, resolve_world
 from pipeline.job.options import CheckOptions, Options, parse_options
 from pipeline.job.problems import EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem
@@ -59,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console().print(hosts_table(found))
         if options.fabric:
             draft.problems += check_links(found, launcher)
+    if draft.job is not None and options.world_size is None and launcher.is_first_host:
+        draft.problems += running_problems(draft.job.output_dir)
     if draft.errors:
         draft.job = None
     print_draft(draft)

@@ -34,7 +34,7 @@ def examine_resume(job: Job) -> Resumption:
         return Resumption(problems=error.problems)
     if selection.checkpoint is None:
         return Resumption()
-    lines = (*selection.notes, *origin_lines(job, selection.checkpoint))
+    lines = (*selection.notes, *origin_lines(job, selection.checkpoint, is_done=False))
     return Resumption(lines, tuple(continuation_problems(selection.checkpoint, job)))
 
 
@@ -68,11 +68,13 @@ def layout_changes(checkpoint: Checkpoint, job: Job) -> list[str]:
     ]
 
 
-def origin_lines(job: Job, checkpoint: Checkpoint) -> list[str]:
-    """Where the state comes from, and what is not as it was: the layout, then each setting on a line."""
+def origin_lines(job: Job, checkpoint: Checkpoint, is_done: bool = True) -> list[str]:
+    """Where the state comes from, and what is not as it was: the layout, then each setting on a line.
+    `is_done`: it has been loaded; otherwise a start would."""
     changes = layout_changes(checkpoint, job)
     changed = f"; layout changed: {', '.join(changes)}" if changes else ""
-    lines = [f"resumed from {checkpoint.path}{changed}"]
+    said = "resumed" if is_done else "a start resumes"
+    lines = [f"{said} from {checkpoint.path}{changed}"]
     if folder := initial_weights(job.options.model).folder:
         lines.append(f"its weights go on; those in {folder} were for step 0")
     if settings := setting_changes(checkpoint.settings, job):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import IO
 
 from pipeline.check import can_ask_hosts, check, check_with_hosts, print_draft
+from pipeline.checkpoints.select import select_checkpoint
 from pipeline.cluster.fewer_hosts import Plan, describe, on_hosts, plan_fewer
 from pipeline.cluster.hosts.host_check import HostCheck
 from pipeline.cluster.hosts.table import hosts_line, hosts_table
@@ -19,7 +22,7 @@ from pipeline.cluster.start import NoWay, start_once
 from pipeline.cluster.supervise import say
 from pipeline.job.job import Job
 from pipeline.job.options import Options
-from pipeline.job.problems import EXIT_FAILED, EXIT_WRONG_JOB
+from pipeline.job.problems import EXIT_FAILED, EXIT_WRONG_JOB, JobError
 from pipeline.job.report import console, print_problems
 from pipeline.job.resolve import Draft
 
@@ -34,18 +37,23 @@ class Ready:
     Attributes:
         launcher: Describes exactly these hosts.
         batch: Sizes in place of the JSON's; empty for the JSON's own.
+        hostfile: Kept open for as long as the launcher may read it.
     """
 
     job: Job
     launcher: LauncherOptions
     batch: tuple[int, ...] = ()
+    hostfile: IO[bytes] | None = None
 
 
-def run_job(options: Options, launcher: LauncherOptions, arguments: Sequence[str]) -> int:
+def run_job(
+    options: Options, launcher: LauncherOptions, arguments: Sequence[str], command: Sequence[str]
+) -> int:
     """Check, start, and start again as often as was asked for; the documented exit code of the last start.
 
     Args:
         arguments: The job's command line, of which `options` were read.
+        command: The whole command, as the user gave it.
     """
     ready = prepare(options, launcher)
     if ready is None:
@@ -61,6 +69,8 @@ def run_job(options: Options, launcher: LauncherOptions, arguments: Sequence[str
         if not decision.restart:
             if decision.reason:
                 say(f"{decision.reason.capitalize()}.")
+            if result.code == EXIT_FAILED:
+                tell_how_to_go_on(ready.job, policy.saved, command)
             return result.code
         if policy.saved is not None:
             options, arguments = replace(options, resume="auto"), resuming(arguments)
@@ -77,6 +87,24 @@ def run_job(options: Options, launcher: LauncherOptions, arguments: Sequence[str
                     say(f"{decision.reason.capitalize()}.")
                     return EXIT_FAILED
         ready = following
+
+
+def tell_how_to_go_on(job: Job, saved: int | None, command: Sequence[str]) -> None:
+    """After a failure: the command that goes on from the newest checkpoint, where there is one.
+
+    Args:
+        saved: Step of the newest one that a start has completed, where this machine may not see it.
+    """
+    try:
+        found = select_checkpoint(replace(job, options=replace(job.options, resume="auto"))).checkpoint
+    except JobError:
+        found = None
+    step = found.state.step if found is not None else saved
+    if step is None:
+        return
+    given = any(word == "--resume" or word.startswith("--resume=") for word in command)
+    again = shlex.join(resuming(command) if given else command)
+    say(f"To go on from the checkpoint of step {step}: {again}")
 
 
 def prepare(options: Options, launcher: LauncherOptions, again: bool = False) -> Ready | None:
@@ -119,8 +147,8 @@ def _on_fewer_hosts(draft: Draft, found: HostCheck, launcher: LauncherOptions) -
         return None
     reasons = "; ".join(dict.fromkeys(each.problem.rule for each in found.errors if each.hosts))
     say(describe(whole.job, plan, reasons))
-    exact, world = on_hosts(launcher, plan.job.world)
-    return Ready(replace(plan.job, world=world), exact, plan.batch)
+    exact, world, hostfile = on_hosts(launcher, plan.job.world)
+    return Ready(replace(plan.job, world=world), exact, plan.batch, hostfile)
 
 
 def _start(ready: Ready, arguments: Sequence[str]) -> Result:

@@ -6,13 +6,14 @@ micro-batches, so that a step has as many sequences as before and the loss curve
 
 from __future__ import annotations
 
-import tempfile
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import IO
 
 from pipeline.cluster.hostfile import Host
 from pipeline.cluster.launcher_options import LauncherOptions
+from pipeline.cluster.owned_process import new_file_in_memory
 from pipeline.cluster.world import World
 from pipeline.job.job import Batch, Job
 from pipeline.job.problems import Problem
@@ -100,16 +101,18 @@ def _sizes(batch: Batch) -> str:
     return f"{batch.accumulation_steps} micro-batches of {batch.micro_batch_size} per replica"
 
 
-def on_hosts(options: LauncherOptions, world: World) -> tuple[LauncherOptions, World]:
+def on_hosts(options: LauncherOptions, world: World) -> tuple[LauncherOptions, World, IO[bytes]]:
     """The launcher's options for exactly these hosts: a hostfile of their own, without filters.
 
-    The file lies in the folder for temporary files, and ends with the system's cleaning there.
+    The file has no place on a disk, and is there for the launcher until it is closed or this process ends.
     """
     devices = all(host.devices == tuple(range(host.slots)) for host in world.hosts)
-    with tempfile.NamedTemporaryFile("w", prefix="hostfile-", suffix=".txt", delete=False) as file:
-        file.writelines(f"{host.name} slots={max(host.devices) + 1}\n" for host in world.hosts)
+    file = new_file_in_memory("hostfile")
+    file.writelines(f"{host.name} slots={max(host.devices) + 1}\n".encode() for host in world.hosts)
+    file.flush()
+    path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
     include = (
         "" if devices else "@".join(f"{host.name}:{','.join(map(str, host.devices))}" for host in world.hosts)
     )
-    options = replace(options, hostfile=file.name, include=include, exclude="", num_nodes=None, num_gpus=None)
-    return options, replace(world, hostfile=str(Path(file.name)))
+    options = replace(options, hostfile=path, include=include, exclude="", num_nodes=None, num_gpus=None)
+    return options, replace(world, hostfile=path), file

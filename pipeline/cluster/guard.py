@@ -123,6 +123,7 @@ class Guard:
         self._released = False
         self._progress: Message | None = None
         self._progress_sent = 0.0
+        self._phase = ""
         self._step = 0
         self._mark = ""
         self._folder: Path | None = None  # where the rank's job writes
@@ -270,7 +271,9 @@ class Guard:
         what = message.get("is")
         if what == "progress":  # a tiny model takes a hundred steps a second
             self._progress, self._step = message, message["step"]
-            return
+            if message["phase"] == self._phase:
+                return
+            self._phase, what = message["phase"], ""
         if what == "failure":
             self._output.log((message["text"].rstrip() + "\n").encode())
         if what == "folder":
@@ -282,7 +285,8 @@ class Guard:
         if self._progress is not None:
             self._contact.send(**self._progress)
             self._progress = None
-        self._contact.send(**message)
+        if what:
+            self._contact.send(**message)
 
     def _listen_to_hub(self) -> None:
         for order in self._contact.receive():

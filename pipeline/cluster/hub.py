@@ -21,6 +21,7 @@ from pipeline.cluster.hub_settings import HubSettings, Limits
 from pipeline.cluster.messages import is_report
 from pipeline.cluster.roster import Failure, Kind, RankState, Roster, Verdict, describe_exit, ranges
 from pipeline.cluster.stacks import grouped_stacks
+from pipeline.cluster.start_phases import StartPhases
 from pipeline.cluster.step_watch import StepWatch
 from pipeline.cluster.wire import Connection, Message
 from pipeline.job.problems import EXIT_WRONG_JOB
@@ -63,6 +64,7 @@ class Hub:
         self._guards: dict[int, Connection] = {}  # those that have gone included
         self._ranks: dict[Connection, int] = {}
         self._watch = StepWatch(settings.step_timeout)
+        self._phases = StartPhases(say)
         self._logs: str | None = None
         self._mark = secrets.token_hex(8)
         self.everywhere = everywhere
@@ -289,6 +291,8 @@ class Hub:
         self._check_silence(now)
         self._check_start(now)
         self._check_progress(now)
+        if not self.roster.failures and self.master is not None:
+            self._phases.look(self.roster.states.get(0), now)
         if self._settle is not None and now >= self._settle:
             self._settle = None
             self._tell_failure()

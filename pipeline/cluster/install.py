@@ -1,6 +1,8 @@
 """Makes the project's virtual environment, once. Run by launch.sh; standard library only, Python >= 3.10.
 
-.venv/                   the environment, with the pinned versions of constraints.txt
+.venv/                   the environment, with the pinned versions of constraints.txt; may be a link to a
+                         folder of its own, on a larger disk say
+.venv/.setup/project     the project that it is for
 .venv/.setup/stamp       what it was made from; written last, so that an interrupted set-up is done again
 .venv/.setup/lock        held while it is made: a second start waits, and then finds it ready
 .venv/.setup/install.log all that pip said
@@ -86,12 +88,36 @@ class Setup:
         """
         if self.is_ready():
             return
-        if self.venv.is_dir() and any(self.venv.iterdir()) and not self.state.is_dir():
+        if self.venv.is_symlink():
+            self._refuse_a_link_to_others()
+        elif self.venv.is_dir() and any(self.venv.iterdir()) and not self.state.is_dir():
             raise SetupError(f"{self.venv} was not made by launch.sh. Remove or rename it, and start again.")
         self.state.mkdir(parents=True, exist_ok=True)
+        (self.state / "project").write_text(str(self.root), encoding="utf-8")
         with self._lock():
             if not self.is_ready():
                 self._make()
+
+    def _refuse_a_link_to_others(self) -> None:
+        """Making the environment empties the folder: one that a link leads to must be empty, or this
+        project's.
+
+        Raises:
+            SetupError: it is not; nothing in it has been touched.
+        """
+        target = self.venv.resolve()
+        if not target.is_dir():
+            what, remedy = "which is no folder", "Make that folder, or remove the link"
+        else:
+            try:
+                owner = (self.state / "project").read_text(encoding="utf-8")
+            except FileNotFoundError:
+                owner = ""
+            if owner == str(self.root) or not any(target.iterdir()):
+                return
+            what = "which is not an environment of this project" + (f" but of {owner}" if owner else "")
+            remedy = f"Nothing there was changed. Remove the link (rm {self.venv})"
+        raise SetupError(f"{self.venv} is a link to {target}, {what}. {remedy}, and start again.")
 
     def _python_version(self) -> str | None:
         """Minor version of the environment's Python; None if it does not run."""

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_WRONG_JOB
     if options.time_limit is not None and options.started_at is None:
         job_arguments = [*job_arguments, "--started_at", f"{started_at:.3f}"]
-    return run_job(options, launcher, job_arguments)
+    return run_job(options, launcher, job_arguments, [PROGRAM, *arguments])
 
 
 def _interrupt(number: int, _frame: FrameType | None) -> None:

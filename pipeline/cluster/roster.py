@@ -14,7 +14,9 @@ from typing import Literal
 from pipeline.cluster.outcome import Outcome
 
 # What a rank is doing. Data may be tokenized for hours by one rank while the others wait.
-Phase = Literal["starting", "preparing data", "building", "training", "evaluating", "saving", "finishing"]
+Phase = Literal[
+    "starting", "preparing data", "joining", "building", "training", "evaluating", "saving", "finishing",
+]  # fmt: skip
 # error: raised and reported. died: ended without a word. lost: no contact with its host. hung: no progress.
 # launcher: what started it is gone. refused: the job is wrong there. ended: somebody asked for the end.
 # early: the same, before the rank took signals, when there was nothing to save.

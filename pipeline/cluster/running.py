@@ -12,6 +12,7 @@ import contextlib
 import errno
 import fcntl
 import sys
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -102,6 +103,9 @@ def _is_alive(lease: Lease) -> bool:
 
 
 def _taken(folder: Path, lease: Lease | None) -> Problem:
-    by = f" (process {lease.pid} on {lease.host})" if lease else ""
+    by = ""
+    if lease:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(lease.started))
+        by = f" (process {lease.pid} on {lease.host}, since {since})"
     remedy = "Wait for its end, stop it, or choose another --output_dir"
     return Problem("output_dir", str(folder), f"another job is running in this folder{by}", remedy)

@@ -6,6 +6,7 @@ import contextlib
 from typing import Any
 
 import deepspeed
+import torch
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from torch import nn
 
@@ -34,7 +35,9 @@ def build_engine(job: Job, parallel: Parallel, weights: Source | None = None) ->
     topology = _topology(parallel)
     if parallel.mesh.pipeline > 1:
         loss = token_loss(job.model, parallel)
-        module: nn.Module = build_pipelined(plans, job.stages, job.pipeline_schedule, topology, loss)
+        # Tied weights are sent from stage to stage here, which autograd would take for a part of the model.
+        with torch.no_grad():
+            module: nn.Module = build_pipelined(plans, job.stages, job.pipeline_schedule, topology, loss)
         return PipelinedEngine(job, parallel, _initialize(job, parallel, module, None), clock, board)
     grid = PipelineParallelGrid(topology=topology)
     with _partitioned_construction(job, grid):

@@ -33,6 +33,7 @@ from pipeline.job.durations import parse_duration
 from pipeline.job.job import Job
 from pipeline.job.model_source import TOKENIZER_FOLDER, model_tokenizer
 from pipeline.job.run_file import write_run_file
+from pipeline.job.words import counted
 from pipeline.parallel.context import Parallel
 from pipeline.training.agreement import agree_on_start, first_reason, gather_rows
 from pipeline.training.best_losses import best_line
@@ -114,7 +115,7 @@ def run(
     link.progress("preparing data", state.step)
     remote = _remote_cache(job, console)  # local copies are kept as long as it is open
     data = _data(job, state, rank, console, remote)
-    link.progress("building", state.step)
+    link.progress("joining", state.step)
     if job.world.device == "cpu":
         share_cores(environment.local_size)
     start_distributed(job.world.device, environment.local_rank, GROUP_TIMEOUT)
@@ -279,7 +280,7 @@ def _train(
         if job.options.sample_tokens > 0:
             prompt, count = job.options.sample_prompt, job.options.sample_tokens
             console.message(f"sample:\n{sample_text(engine, job, data.tokenizer, prompt, count)}\n")
-        console.message(f"finished {done} steps; {_go_on_hint(job, done)}")
+        console.message(f"finished {counted(done, 'step')}; {_go_on_hint(job, done)}")
     return Ending("finished", done, "")
 
 
@@ -400,8 +401,9 @@ def parallelism(job: Job) -> list[str]:
         length = job.batch.sequence_length // mesh.sequence
         lines.append(f"sequence: {length} tokens of each sample on each of {mesh.sequence} ranks (Ulysses)")
     lines.append(
-        f"data: {mesh.data} replicas, ZeRO {job.zero_stage} over {mesh.replicas} ranks, "
-        f"{job.precision.compute}, gradients summed in {job.precision.accumulation}"
+        f"data: {counted(mesh.data, 'replica')}, ZeRO {job.zero_stage} over "
+        f"{counted(mesh.replicas, 'rank')}, {job.precision.compute}, "
+        f"gradients summed in {job.precision.accumulation}"
     )
     return lines
 

@@ -106,7 +106,7 @@ def test_a_broken_one_is_passed_over_and_named(damage, tmp_path: Path):
     assert f"passed over {folder / 'global_step3'}: it " in said and DAMAGES[damage] in said
     lines = examine_resume(job_in(tmp_path)).lines
     assert any(str(folder / "global_step3") in line for line in lines)
-    assert f"resumed from {folder / 'global_step2'}" in lines
+    assert f"a start resumes from {folder / 'global_step2'}" in lines
     # Named, it is that one or nothing.
     if damage is not _manifest_of_an_older_one:
         with pytest.raises(JobError, match="is no complete checkpoint"):
@@ -237,7 +237,7 @@ def test_the_check_shows_what_the_start_would_say(tmp_path: Path, capsys: pytest
     assert check.main(arguments) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert f"passed over {folder}/global_step3: it is no complete checkpoint" in shown
-    assert f"resumed from {folder}/global_step2; layout changed: data 2 -> 4" in shown
+    assert f"a start resumes from {folder}/global_step2; layout changed: data 2 -> 4" in shown
     assert "settings changed since it was saved: " in shown and "-> 77" in shown
 
 

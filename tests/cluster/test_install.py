@@ -54,6 +54,41 @@ def test_a_second_start_installs_nothing(root: Path) -> None:
         assert setup.is_ready()
 
 
+def test_a_link_to_another_environment_is_refused_and_nothing_is_lost(
+    root: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Another clone's, or one that was never a project's."""
+    other = tmp_path_factory.mktemp("other")
+    for name in ("constraints.txt", "pyproject.toml"):
+        shutil.copy(root / name, other)
+    FakeSetup(other).ensure()
+    plain = tmp_path_factory.mktemp("plain")
+    (plain / "precious").touch()
+    for target, said in ((other / ".venv", f"but of {other}"), (plain, "not an environment of this project")):
+        before = sorted(target.rglob("*"))
+        (root / ".venv").symlink_to(target)
+        setup = FakeSetup(root)
+        with pytest.raises(SetupError, match=said):
+            setup.ensure()
+        assert setup.installs == 0 and sorted(target.rglob("*")) == before
+        (root / ".venv").unlink()
+    assert FakeSetup(other).is_ready()
+
+
+def test_a_link_to_a_folder_of_its_own_works(root: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """On a larger disk, say."""
+    disk = tmp_path_factory.mktemp("disk")
+    (root / ".venv").symlink_to(disk / "missing")
+    with pytest.raises(SetupError, match="which is no folder"):
+        FakeSetup(root).ensure()
+    (disk / "missing").mkdir()
+    for specification, expected in (("a", 1), ("a", 0), ("b", 1)):
+        (root / "constraints.txt").write_text(specification)
+        setup = FakeSetup(root)
+        setup.ensure()
+        assert setup.installs == expected and setup.is_ready() and setup.venv.is_symlink()
+
+
 @pytest.mark.parametrize("name", ["constraints.txt", "pyproject.toml"])
 def test_a_changed_specification_is_installed_from_nothing(root: Path, name: str) -> None:
     FakeSetup(root).ensure()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from pipeline.check import check
+from pipeline.cluster.campaign import tell_how_to_go_on
 from pipeline.cluster.fewer_hosts import Plan, describe, on_hosts, plan_fewer, same_step
 from pipeline.cluster.hostfile import Host, read_hostfile
 from pipeline.cluster.launcher_options import LauncherOptions, launcher_problems
@@ -164,15 +166,37 @@ def test_too_few_hosts_or_too_large_a_replica_are_refused(tmp_path: Path) -> Non
 
 def test_exactly_the_hosts_of_a_plan_are_started(tmp_path: Path) -> None:
     given = LauncherOptions(hostfile="hosts", exclude="h2", num_gpus=None)
-    exact, world = on_hosts(given, World((HOSTS[0], Host("user@h3", 2)), "cuda", hostfile="hosts"))
-    try:
+    exact, world, file = on_hosts(given, World((HOSTS[0], Host("user@h3", 2)), "cuda", hostfile="hosts"))
+    with file:
         assert read_hostfile(exact.hostfile)[0] == (HOSTS[0], Host("user@h3", 2))
         assert (exact.exclude, exact.include, world.hostfile) == ("", "", exact.hostfile)
-    finally:
-        Path(exact.hostfile).unlink()
-    chosen, _ = on_hosts(given, World((Host("h3", 2, (1, 3)),), "cuda", hostfile="hosts"))
-    assert (chosen.include, Path(chosen.hostfile).read_text()) == ("h3:1,3", "h3 slots=4\n")
-    Path(chosen.hostfile).unlink()
+        # A launcher reads it from a process of its own, and in one piece whenever it does.
+        for _ in range(2):
+            read = subprocess.run(["cat", exact.hostfile], capture_output=True, text=True, check=True).stdout
+            assert read.splitlines() == ["h1 slots=2", "user@h3 slots=2"]
+    assert not Path(exact.hostfile).exists()
+    chosen, _, file = on_hosts(given, World((Host("h3", 2, (1, 3)),), "cuda", hostfile="hosts"))
+    with file:
+        assert (chosen.include, Path(chosen.hostfile).read_text()) == ("h3:1,3", "h3 slots=4\n")
+
+
+@pytest.mark.parametrize(
+    ("given", "again"),
+    [
+        (["--x", "a b"], "./launch.sh --x 'a b'"),
+        (["--resume", "never", "--x"], "./launch.sh --x --resume auto"),
+        (["--resume=never"], "./launch.sh --resume auto"),
+    ],
+)
+def test_a_failed_job_says_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture, given: list[str], again: str
+) -> None:
+    """Of a job whose folder is on other hosts, the ranks have told that there is a checkpoint."""
+    job = full(tmp_path, **BATCH)
+    tell_how_to_go_on(job, None, ["./launch.sh", *given])
+    assert capsys.readouterr().err == ""
+    tell_how_to_go_on(job, 7, ["./launch.sh", *given])
+    assert capsys.readouterr().err == f"To go on from the checkpoint of step 7: {again}\n"
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from pipeline import check
 from pipeline.cluster import campaign, launch, running
 from pipeline.cluster.lease import Timing
 from pipeline.cluster.running import only_job, running_problems
@@ -67,9 +71,19 @@ def test_a_start_in_the_folder_of_a_running_job_starts_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(campaign, "start_once", lambda *arguments: pytest.fail("ranks were started"))
+    arguments = ["--output_dir", str(tmp_path), "--train_steps", "2"]
     with only_job(tmp_path):
-        assert launch.main(["--output_dir", str(tmp_path), "--train_steps", "2"]) == EXIT_WRONG_JOB
-    assert "another job is running in this folder" in " ".join(capsys.readouterr().err.split())
+        assert launch.main(arguments) == EXIT_WRONG_JOB
+        assert "another job is running in this folder" in " ".join(capsys.readouterr().err.split())
+        # The check says beforehand what the start would, and who it is.
+        assert check.main(arguments) == EXIT_WRONG_JOB
+        said = " ".join(capsys.readouterr().out.split())
+        assert "another job is running in this folder" in said and "This job cannot start: 1 error" in said
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(psutil.Process().create_time()))
+        assert f"(process {os.getpid()} on {socket.gethostname()}, since {since})" in said
+        # Of imagined ranks it says nothing about this machine.
+        assert check.main([*arguments, "--world_size", "2"]) == 0
+    assert check.main(arguments) == 0
 
 
 def test_a_rank_that_comes_too_late_for_the_check_is_refused_and_says_why(tmp_path: Path) -> None:
