@@ -323,6 +323,12 @@ def test_guards_say_by_their_exit_code_that_ranks_had_not_begun() -> None:
     assert conclude(None, Ended(3, None, killed=False)) == 1
 
 
+def test_guards_say_by_their_exit_code_that_the_job_is_wrong() -> None:
+    assert conclude(None, Ended(2, None, killed=False), says_by_code=True) == 2
+    assert conclude(None, Ended(2, None, killed=False)) == 1  # with a hub, nobody has said so
+    assert conclude(None, Ended(1, None, killed=False), says_by_code=True) == 1
+
+
 def test_a_rank_outside_the_checked_world_is_a_wrong_job(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -292,7 +292,10 @@ class Guard:
         for order in self._contact.receive():
             self._obey(order)
         if self._contact.lost and not self._released and self._reported is None:
-            self._give_up(self._contact.lost, "refused" if self._contact.is_wrong_job else "lost")
+            is_wrong = self._contact.is_wrong_job
+            if is_wrong and self._environment.local_rank == 0:  # the hub says it on another host
+                say(self._contact.lost)
+            self._give_up(self._contact.lost, "refused" if is_wrong else "lost")
 
     def _obey(self, order: Message) -> None:
         what = order["do"]

@@ -12,7 +12,7 @@ from pipeline.cluster.launcher_command import Launch
 from pipeline.cluster.outcome import Outcome, clear_outcome, read_outcome, write_outcome
 from pipeline.cluster.roster import Verdict, signal_name
 from pipeline.cluster.supervise import Ended, Supervisor, say
-from pipeline.job.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
+from pipeline.job.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_WRONG_JOB
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ def run_launch(
         port = hub.master[1] if hub.master else launch.master_port
         outcome = verdict.outcome(port) if verdict is not None else None
         _keep(outcome, output_dir)
-    return Result(conclude(outcome, ended), verdict, ended.stopped_by is not None)
+    code = conclude(outcome, ended, says_by_code=hub is None)
+    return Result(code, verdict, ended.stopped_by is not None)
 
 
 def _keep(outcome: Outcome | None, output_dir: str | Path) -> None:
@@ -65,13 +66,20 @@ def _keep(outcome: Outcome | None, output_dir: str | Path) -> None:
         write_outcome(output_dir, outcome, is_verdict=True)
 
 
-def conclude(outcome: Outcome | None, ended: Ended) -> int:
-    """The exit code, after a line about anything but success: 0 only where the job says it finished."""
+def conclude(outcome: Outcome | None, ended: Ended, says_by_code: bool = False) -> int:
+    """The exit code, after a line about anything but success: 0 only where the job says it finished.
+
+    `says_by_code`: no hub hears the guards of this host, which leave with the code for a wrong job where
+    ranks had no output folder yet to say it in.
+    """
     # Guards leave with that code, too, where ranks had no output folder yet to say it in.
     early = ended.before_ranks or ended.return_code == EXIT_STOPPED
     if outcome is None and early and not ended.killed and ended.stopped_by is not None:
         say(f"Stopped before the first step ({ended.stopped_by.name}): this start had nothing to save.")
         return EXIT_STOPPED
+    if outcome is None and says_by_code and ended.return_code == EXIT_WRONG_JOB and not ended.killed:
+        say("The job was refused before the first step, for the reason above.")
+        return EXIT_WRONG_JOB
     if outcome is None:
         say(f"The job ended without a word: {_describe(ended)}. Nothing was saved since the last checkpoint.")
         return EXIT_FAILED

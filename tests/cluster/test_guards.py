@@ -11,8 +11,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 import pytest
@@ -46,8 +47,15 @@ class Start:
         self.hub = Hub(settings, self.said.append)
         self.guards: list[subprocess.Popen] = []
 
-    def guard(self, rank: int, *job: str, before: tuple[str, ...] = (), **changes: object) -> None:
-        """Start the guard of `rank`. `changes`: other values in its ticket."""
+    def guard(
+        self,
+        rank: int,
+        *job: str,
+        before: tuple[str, ...] = (),
+        elsewhere: Mapping[str, object] = MappingProxyType({}),
+        **changes: object,
+    ) -> None:
+        """Start the guard of `rank`. `elsewhere`: another place; `changes`: other values in its ticket."""
         values = {
             "arguments": (str(self.folder), *job),
             "hosts": (("here", self.world_size),),
@@ -65,6 +73,7 @@ class Start:
         }
         environment = os.environ | {name: str(value) for name, value in place.items()}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "CROSS_RANK": "0"}
+        environment |= {name: str(value) for name, value in elsewhere.items()}
         command = [*before, sys.executable, str(STAND_IN), "--local_rank=0", encode(ticket)]
         with (self.folder / f"console{rank}").open("w") as out:
             self.guards.append(subprocess.Popen(command, env=environment, stdout=out, stderr=out))
@@ -351,6 +360,21 @@ def test_a_stop_before_ranks_have_begun_is_no_failure(start: Start, number: sign
     assert verdict.message == f"{number.name} before the first step"
     assert start.codes() == [3, 3, 3]
     assert start.said == [] or "Rank 0 is on" in start.said[0]
+
+
+def test_without_a_launch_hosts_of_two_worlds_are_a_wrong_job(start: Start) -> None:
+    """As when each host is started by hand (--no_ssh), and one was given another hostfile."""
+    start.hub.close()
+    direct = {"address": "", "port": 0, "key_file": "", "hosts": ()}
+    for rank, size in ((0, 2), (1, 3)):
+        here = {"WORLD_SIZE": size, "LOCAL_RANK": 0, "LOCAL_SIZE": 1, "MASTER_ADDR": socket.gethostname()}
+        start.guard(rank, "1000", "0.05", elsewhere=here, **direct)
+    assert [guard.wait(30) for guard in start.guards] == [2, 2]
+    said = (
+        f"error: {socket.gethostname()} was started for 3 ranks, and rank 0 for 2; give every host the same"
+    )
+    for rank in range(2):
+        assert (start.folder / f"console{rank}").read_text().count(said) == 1
 
 
 @pytest.mark.slow
