@@ -38,6 +38,7 @@ class FabricTest:
         unreached: (from, to, why): host numbers between which no connection is made.
         started: Whether the ranks were started, because every host reached every other.
         events: Of the ranks, in the order of arrival.
+        loads: Of each host before the start: processes that want to run, per core.
     """
 
     world: World
@@ -45,6 +46,7 @@ class FabricTest:
     unreached: list[tuple[int, int, str]] = field(default_factory=list)
     started: bool = False
     events: list[dict[str, Any]] = field(default_factory=list)
+    loads: dict[int, float] = field(default_factory=dict)
 
 
 def run_fabric_test(
@@ -100,6 +102,7 @@ def _connect(found: FabricTest, sessions: Sequence[Session], addresses: Sequence
     ports = _answers(found, sessions)
     if len(ports) < len(sessions):
         return False
+    found.loads = {answer["host"]: answer["load"] for answer in ports}
     hosts = [(address, answer["port"]) for address, answer in zip(addresses, ports, strict=True)]
     for session in sessions:
         session.say(json.dumps({"hosts": hosts}))

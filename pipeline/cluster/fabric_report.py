@@ -13,10 +13,12 @@ from pipeline.cluster.fabric import FabricTest
 from pipeline.cluster.hosts.judge import few
 from pipeline.job.problems import Problem
 
-# A link below this share of the median of its kind is named.
+# A link that is below this share of the median of its kind in every round is named.
 SLOW_SHARE = 0.5
 # Fewer of a kind have no median to speak of.
 _LEAST_OF_A_KIND = 3
+# Processes that want to run, per core, above which a host's own rates are left to chance.
+BUSY = 1.0
 # Hosts of a matrix that still fits a terminal.
 MATRIX_HOSTS = 12
 _KINDS = {"world": "all ranks", "host": "inside hosts", "slot": "between hosts"}
@@ -27,8 +29,28 @@ def fabric_problems(found: FabricTest) -> list[Problem]:
     """Errors for what is cut, fails or gives wrong sums; warnings for what is slow."""
     problems = [*_silent(found), *_unreached(found)]
     if found.started:
-        problems += [*_failed(found), *_wrong(found), *_slow_sends(found), *_slow_groups(found)]
+        slow = [*_slow_sends(found), *_slow_groups(found)]
+        # A CPU that is shared with others slows the links of some ranks, which says nothing of the network.
+        problems += [*_failed(found), *dict.fromkeys(_wrong(found))]
+        problems += (_busy(found) or slow) if slow else []
     return problems
+
+
+def _busy(found: FabricTest) -> list[Problem]:
+    """CPU hosts that had more to do than cores before the test came."""
+    if found.world.device != "cpu":
+        return []
+    return [
+        Problem(
+            found.world.hosts[number].name,
+            f"{load:.1f} processes per core",
+            "is busy with other work, so that slow rates say nothing of its links",
+            "Try again when it is idle",
+            "warning",
+        )
+        for number, load in sorted(found.loads.items())
+        if load > BUSY
+    ]
 
 
 def _silent(found: FabricTest) -> Iterator[Problem]:
@@ -50,6 +72,8 @@ def _failed(found: FabricTest) -> Iterator[Problem]:
     failures = [event for event in found.events if event["at"] == "failed"]
     killed = [event for event in found.events if event["at"] == "ended" and event["code"] < 0]
     remedy = "Set NCCL_DEBUG=INFO in .deepspeed_env and try again; see dmesg on that host"
+    if found.world.device == "cpu":
+        remedy = "See dmesg on that host; GLOO_SOCKET_IFNAME in .deepspeed_env names the network card to use"
     if failures and not killed:  # those of the others are closed connections
         first = failures[0]
         rule = f"it fails after '{first['after']}' ({first['error'].splitlines()[0]})"
@@ -69,7 +93,8 @@ def _failed(found: FabricTest) -> Iterator[Problem]:
 
 
 def _wrong(found: FabricTest) -> Iterator[Problem]:
-    remedy = "Take the host out, and test its memory, GPUs and network cards"
+    parts = "memory and network cards" if found.world.device == "cpu" else "memory, GPUs and network cards"
+    remedy = f"Take the host out, and test its {parts}"
     for event in found.events:
         if event.get("right", True):
             continue
@@ -82,11 +107,16 @@ def _wrong(found: FabricTest) -> Iterator[Problem]:
 
 
 def host_pairs(found: FabricTest) -> dict[Pair, list[float]]:
-    """Bandwidths of the sends from host to host, in bytes/s; from a host to itself: between its ranks."""
-    pairs: dict[Pair, list[float]] = defaultdict(list)
+    """Bandwidths of the sends from host to host, in bytes/s, of each link the best round; from a host to
+    itself: between its ranks."""
+    links: dict[Pair, float] = {}
     for event in found.events:
         if event["at"] == "send":
-            pairs[_host(found, event["from"]), _host(found, event["to"])].append(event["bandwidth"])
+            link = event["from"], event["to"]
+            links[link] = max(event["bandwidth"], links.get(link, 0.0))
+    pairs: dict[Pair, list[float]] = defaultdict(list)
+    for (source, target), rate in links.items():
+        pairs[_host(found, source), _host(found, target)].append(rate)
     return pairs
 
 
@@ -108,7 +138,8 @@ def _name_slow(
 ) -> Iterator[Problem]:
     hosts = found.world.hosts
     bad = [number for number in range(len(hosts)) if _all_slow(number, slow, kind)]
-    remedy = "Compare its cards and cables with the others': ibstat, ethtool, nvidia-smi topo -m"
+    tools = "ethtool" if found.world.device == "cpu" else "ibstat, ethtool, nvidia-smi topo -m"
+    remedy = f"Compare its cards and cables with the others': {tools}"
     for number in bad:
         rate = min(rate for pair, rate in slow.items() if number in pair)
         rule = f"every link of it is slow: the median elsewhere is {_rate(median)}"
@@ -130,9 +161,9 @@ def _all_slow(number: int, slow: Mapping[Pair, float], kind: Mapping[Pair, Seque
 
 
 def _slow_groups(found: FabricTest) -> Iterator[Problem]:
-    remedy = (
-        "See the sends of the same ranks; where they are fast, NCCL_DEBUG=INFO shows the way that NCCL takes"
-    )
+    remedy = "See the sends of the same ranks"
+    if found.world.device == "cuda":
+        remedy += "; where they are fast, NCCL_DEBUG=INFO shows the way that NCCL takes"
     for (name, kind), groups in collectives(found).items():
         if kind == "world" or len(groups) < _LEAST_OF_A_KIND:
             continue
@@ -145,12 +176,15 @@ def _slow_groups(found: FabricTest) -> Iterator[Problem]:
 
 
 def collectives(found: FabricTest) -> dict[tuple[str, str], dict[tuple[int, ...], float]]:
-    """Bandwidth of each group's slowest rank, by collective and kind of group."""
-    result: dict[tuple[str, str], dict[tuple[int, ...], float]] = defaultdict(dict)
+    """Bandwidth of each group's slowest rank in the best round, by collective and kind of group."""
+    rounds: dict[tuple[str, str, tuple[int, ...]], dict[int, float]] = defaultdict(dict)
     for event in found.events:
         if event["at"] in ("all-reduce", "all-to-all"):
-            groups, ranks = result[event["at"], event["kind"]], tuple(event["ranks"])
-            groups[ranks] = min(event["bandwidth"], groups.get(ranks, event["bandwidth"]))
+            rates = rounds[event["at"], event["kind"], tuple(event["ranks"])]
+            rates[event["round"]] = min(event["bandwidth"], rates.get(event["round"], event["bandwidth"]))
+    result: dict[tuple[str, str], dict[tuple[int, ...], float]] = defaultdict(dict)
+    for (name, kind, ranks), rates in rounds.items():
+        result[name, kind][ranks] = max(rates.values())
     return result
 
 

@@ -24,6 +24,8 @@ import torch.distributed as dist
 # Bytes of a tensor: large enough to fill the link for milliseconds.
 _BYTES = {"cuda": 64 * 2**20, "cpu": 4 * 2**20}
 _REPEATS = 3
+# All links are tried so often, one round after the other: what slows one down for a moment is not its own.
+ROUNDS = 3
 Say = Callable[[dict[str, Any]], None]
 
 
@@ -46,7 +48,8 @@ class Place:
 
 
 def run_rank(place: Place, address: str, port: int, seconds: float, say: Say) -> None:
-    """Join, try every link, and `say` each result: {"at": what, "bandwidth": bytes/s, "right": bool, ...}.
+    """Join, try every link in each of some rounds, and `say` each result: {"at": what, "round": its number,
+    "bandwidth": bytes/s, "right": bool, ...}.
 
     Raises:
         RuntimeError: of torch, for a rank that cannot join or a collective that fails.
@@ -62,9 +65,12 @@ def run_rank(place: Place, address: str, port: int, seconds: float, say: Say) ->
         device_id=device if backend == "nccl" else None,
     )  # fmt: skip
     say({"at": "joined"})
-    _collectives(place, device, say)
-    for receiver, sender, result in _sends(place, device):
-        say({"at": "send", "from": sender, "to": receiver, **result})
+    made = _make_groups(place)
+    for number in range(ROUNDS):
+        for kind, ranks, name, result in _collectives(place, made, device):
+            say({"at": name, "round": number, "kind": kind, "ranks": ranks, **result})
+        for receiver, sender, result in _sends(place, device):
+            say({"at": "send", "round": number, "from": sender, "to": receiver, **result})
     dist.barrier()
     dist.destroy_process_group()
     say({"at": "done"})
@@ -83,15 +89,23 @@ def groups(slots: Sequence[int]) -> dict[str, list[list[int]]]:
     return {kind: [ranks for ranks in each if len(ranks) > 1] for kind, each in found.items()}
 
 
-def _collectives(place: Place, device: torch.device, say: Say) -> None:
-    """Groups of a kind have no rank in common, and run side by side, as they do in training."""
-    for kind, each in groups(place.slots).items():
-        made = [dist.new_group(ranks) for ranks in each]  # every rank takes part in making every group
-        for ranks, group in zip(each, made, strict=True):
+def _make_groups(place: Place) -> dict[str, list[tuple[list[int], Any]]]:
+    """Ranks and process group of each group, by kind; every rank takes part in making every one."""
+    return {
+        kind: [(ranks, dist.new_group(ranks)) for ranks in each] for kind, each in groups(place.slots).items()
+    }
+
+
+def _collectives(
+    place: Place, made: dict[str, list[tuple[list[int], Any]]], device: torch.device
+) -> Iterator[tuple[str, list[int], str, dict[str, Any]]]:
+    """(kind, ranks, collective, result) of this rank's. Groups of a kind have no rank in common, and run side
+    by side, as they do in training."""
+    for kind, each in made.items():
+        for ranks, group in each:
             if place.rank in ranks:
                 for name, collective in (("all-reduce", _all_reduce), ("all-to-all", _all_to_all)):
-                    result = collective(ranks, place.rank, group, device)
-                    say({"at": name, "kind": kind, "ranks": ranks, **result})
+                    yield kind, ranks, name, collective(ranks, place.rank, group, device)
         dist.barrier()
 
 

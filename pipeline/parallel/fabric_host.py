@@ -1,6 +1,6 @@
 """``python -m pipeline.parallel.fabric_host``: a host's part in the test of the links, told line by line.
 
-    1. says the port on which it listens
+    1. says the port on which it listens, and how busy the host is: processes that want to run, per core
     2. is told all hosts' addresses and ports, and says which of them it does not reach
     3. is told to go on, and starts a rank for each slot, which say what they measure
 
@@ -28,7 +28,8 @@ def main() -> int:
     request = _told()
     signal.alarm(request["seconds"])
     server = socket.create_server(("", 0), backlog=1024)
-    _say({"at": "listening", "host": request["host"], "port": server.getsockname()[1]})
+    load = os.getloadavg()[0] / len(os.sched_getaffinity(0))  # before the ranks add to it
+    _say({"at": "listening", "host": request["host"], "port": server.getsockname()[1], "load": load})
     hosts = _told()["hosts"]
     with ThreadPoolExecutor(max_workers=len(hosts)) as pool:
         reasons = list(pool.map(_connect, hosts))

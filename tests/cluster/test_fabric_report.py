@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,23 +17,34 @@ from pipeline.parallel.fabric import groups, send_rounds
 GB = 1e9
 
 
-def measured(hosts: int, slots: int, slow: dict[tuple[int, int], float] | None = None) -> FabricTest:
+def measured(
+    hosts: int, slots: int, slow: dict[tuple[int, int], float] | None = None, device: str = "cuda"
+) -> FabricTest:
     """A test in which every link has 20 GB/s, those between the hosts of a pair in `slow` less."""
-    world = World(tuple(Host(f"h{number}", slots) for number in range(1, hosts + 1)), "cuda")
+    world = World(tuple(Host(f"h{number}", slots) for number in range(1, hosts + 1)), device)
     found = FabricTest(world, started=True)
+    found.loads = dict.fromkeys(range(hosts), 0.1)
     found.events = [{"rank": rank, "at": "joined"} for rank in range(world.size)]
+    for number in range(2):
+        found.events += _round(hosts, slots, slow or {}, {"round": number, "right": True})
+    found.events += [{"rank": rank, "at": "done"} for rank in range(world.size)]
+    return found
+
+
+def _round(
+    hosts: int, slots: int, slow: dict[tuple[int, int], float], common: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
     for kind, each in groups([slots] * hosts).items():
         for ranks in each:
             for name in ("all-reduce", "all-to-all"):
-                result = {"at": name, "kind": kind, "ranks": ranks, "bandwidth": 10 * GB, "right": True}
-                found.events += [{"rank": rank, **result} for rank in ranks]
+                result = {"at": name, "kind": kind, "ranks": ranks, "bandwidth": 10 * GB, **common}
+                yield from ({"rank": rank, **result} for rank in ranks)
     for pair in [pair for pairs in send_rounds([slots] * hosts) for pair in pairs]:
         for source, target in (pair, pair[::-1]):
-            rate = (slow or {}).get((source // slots + 1, target // slots + 1), 20.0)
-            result = {"at": "send", "from": source, "to": target, "bandwidth": rate * GB, "right": True}
-            found.events.append({"rank": target, **result})
-    found.events += [{"rank": rank, "at": "done"} for rank in range(world.size)]
-    return found
+            rate = slow.get((source // slots + 1, target // slots + 1), 20.0)
+            yield {
+                "rank": target, "at": "send", "from": source, "to": target, "bandwidth": rate * GB, **common,
+            }  # fmt: skip
 
 
 def spoil(found: FabricTest, change: dict[str, Any], **which: Any) -> FabricTest:
@@ -79,6 +91,39 @@ def test_slow_links_inside_a_host_are_told_from_those_between() -> None:
 def test_links_between_hosts_are_not_slow_because_those_inside_are_faster() -> None:
     slow = {(one, other): 2.0 for one in (1, 2, 3) for other in (1, 2, 3) if one != other}
     assert fabric_problems(measured(3, 4, slow)) == []
+
+
+def test_what_is_slow_in_one_round_only_has_no_problem() -> None:
+    """Something else ran there at that moment."""
+    found = measured(4, 2)
+    for which in ({"at": "send", "from": 0, "to": 2}, {"at": "all-reduce", "kind": "host", "rank": 5}):
+        spoil(found, {"bandwidth": GB}, round=1, **which)
+    assert fabric_problems(found) == []
+    spoil(found, {"bandwidth": GB}, round=0, **{"at": "send", "from": 0, "to": 2})
+    (problem,) = fabric_problems(found)
+    assert (problem.key, problem.severity) == ("h1 -> h2", "warning")
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_remedy_fits_the_device(device: str) -> None:
+    found = measured(4, 2, {(2, 3): 2.0}, device)
+    spoil(found, {"right": False}, rank=3, at="all-reduce", kind="world")
+    spoil(found, {"bandwidth": GB}, rank=5, at="all-reduce", kind="host")
+    wrong, *slow = fabric_problems(found)
+    remedies = " ".join(problem.remedy for problem in (wrong, *slow))
+    assert len(slow) == 2 and "ethtool" in remedies
+    words = ["ibstat", "nvidia-smi", "GPU", "NCCL"]
+    assert [word for word in words if word in remedies] == (words if device == "cuda" else [])
+
+
+def test_rates_of_busy_cpu_hosts_say_nothing() -> None:
+    found = measured(4, 2, {(2, 3): 2.0}, "cpu")
+    found.loads[1] = 3.5
+    (problem,) = fabric_problems(found)
+    assert (problem.key, problem.severity) == ("h2", "warning") and "busy" in problem.rule
+    gpus = measured(4, 2, {(2, 3): 2.0})
+    gpus.loads[1] = 3.5
+    assert [problem.key for problem in fabric_problems(gpus)] == ["h2 -> h3"]
 
 
 def test_a_slow_group_is_named() -> None:
