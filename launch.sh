@@ -5,8 +5,15 @@
 #   ./launch.sh --setup_only                         make .venv, start nothing
 #
 # Needs a shell and Python >= 3.10. Exit codes: 0 finished, 1 failed, 2 the job description is wrong, 3 stopped
-# with a checkpoint saved.
+# with a checkpoint saved, or before anything was started.
 set -euo pipefail
+
+# A request to stop before anything has been started.
+leave() {
+    echo "Stopped before anything was started." >&2
+    exit 3
+}
+trap leave INT TERM USR1
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 
@@ -36,7 +43,21 @@ find_python() {
 }
 
 python=$(find_python)
-"$python" -I "$root/pipeline/cluster/install.py" "$root"
+# Beside this shell, which would otherwise keep a request to stop until the set-up has ended.
+setup="" stopped="" code=0
+trap 'stopped=yes; [ -z "$setup" ] || kill -TERM "$setup" 2>/dev/null || true' INT TERM USR1
+"$python" -I "$root/pipeline/cluster/install.py" "$root" &
+setup=$!
+[ -z "$stopped" ] || kill -TERM "$setup" 2>/dev/null || true
+wait "$setup" || code=$?
+trap leave INT TERM USR1
+if [ -n "$stopped" ]; then
+    wait "$setup" || true # it ends what it has begun
+    leave
+fi
+if [ "$code" -ne 0 ]; then
+    exit "$code"
+fi
 if [ "${1-}" = --setup_only ]; then
     exit 0
 fi

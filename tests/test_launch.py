@@ -359,6 +359,23 @@ def test_a_stop_during_the_check_says_so(tmp_path: Path, number: signal.Signals)
     assert done.returncode == 3 and "while no rank was running" in done.stderr
 
 
+def test_a_stop_while_the_launch_is_being_imported_is_one(tmp_path: Path) -> None:
+    """As by a batch system that ends a job in its first second: no traceback, no other code."""
+    launch = str(ROOT / "pipeline" / "cluster" / "launch.py")
+    code = (
+        "import os, runpy, sys\n"
+        "class Late:\n"
+        "    def find_spec(self, name, *_):\n"
+        f"        name == 'pipeline.check' and os.kill(os.getpid(), {int(signal.SIGTERM)})\n"
+        "sys.meta_path.insert(0, Late())\n"
+        f"sys.argv = [{launch!r}]\n"
+        f"runpy.run_path({launch!r}, run_name='__main__')\n"
+    )
+    line = [sys.executable, "-c", code]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (3, "Stopped by SIGTERM before anything was started.\n")
+
+
 def test_handlers_are_put_back(tmp_path: Path) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     ended = Supervisor(1.0, print).run((sys.executable, "-c", "raise SystemExit(4)"), dict(os.environ))
@@ -454,7 +471,7 @@ def test_a_killed_launcher_is_a_failure_and_leaves_nothing(tmp_path: Path, drive
 # launch.sh ---------------------------------------------------------------------------------------------
 
 
-def run_launch_sh(tmp_path: Path, pythons: dict[str, str]) -> subprocess.CompletedProcess:
+def launch_sh(tmp_path: Path, pythons: dict[str, str]) -> subprocess.Popen:
     """launch.sh --setup_only with nothing on the PATH but a shell and the given python commands."""
     tools = tmp_path / "bin"
     tools.mkdir()
@@ -465,7 +482,15 @@ def run_launch_sh(tmp_path: Path, pythons: dict[str, str]) -> subprocess.Complet
         (tools / name).chmod(0o755)
     shutil.copy(ROOT / "launch.sh", tmp_path)
     line = [str(tools / "bash"), str(tmp_path / "launch.sh"), "--setup_only"]
-    return subprocess.run(line, env={"PATH": str(tools)}, capture_output=True, text=True, check=False)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(line, env={"PATH": str(tools)}, text=True, **pipes)
+
+
+def run_launch_sh(tmp_path: Path, pythons: dict[str, str]) -> tuple[int, str]:
+    """Its exit code and what it says."""
+    process = launch_sh(tmp_path, pythons)
+    _, said = process.communicate(timeout=60)
+    return process.returncode, said
 
 
 def test_another_projects_pipeline_in_the_current_folder_is_not_taken(tmp_path: Path) -> None:
@@ -494,12 +519,30 @@ NO_VENV_PYTHON = 'case "$*" in *ensurepip*) exit 1;; esac'
 def test_a_machine_without_a_fitting_python_is_told_what_to_do(
     tmp_path: Path, pythons: dict[str, str], message: str
 ) -> None:
-    done = run_launch_sh(tmp_path, pythons)
-    assert done.returncode == 1
-    assert message in done.stderr
+    code, said = run_launch_sh(tmp_path, pythons)
+    assert code == 1
+    assert message in said
 
 
 def test_a_newer_python_beside_an_old_one_is_found(tmp_path: Path) -> None:
     good = f'case "$*" in *install.py*) echo "install $*" > {tmp_path}/called;; esac'
-    assert run_launch_sh(tmp_path, {"python3": OLD_PYTHON, "python3.11": good}).returncode == 0
+    assert run_launch_sh(tmp_path, {"python3": OLD_PYTHON, "python3.11": good})[0] == 0
     assert (tmp_path / "called").read_text().strip().endswith(f"install.py {tmp_path}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_during_the_set_up_ends_it(tmp_path: Path, number: signal.Signals) -> None:
+    called = tmp_path / "called"
+    slow = f'case "$*" in *install.py*) echo $$ > {called}; exec {shutil.which("sleep")} 60;; esac'
+    process = launch_sh(tmp_path, {"python3": slow})
+    while not (called.exists() and called.read_text()):
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=20)
+    assert (process.returncode, said) == (3, "Stopped before anything was started.\n")
+    assert not psutil.pid_exists(int(called.read_text()))
+
+
+def test_a_set_up_that_fails_starts_nothing(tmp_path: Path) -> None:
+    failing = 'case "$*" in *install.py*) exit 7;; esac'
+    assert run_launch_sh(tmp_path, {"python3": failing}) == (7, "")

@@ -10,7 +10,7 @@ from typing import IO
 
 from pipeline.check import can_ask_hosts, check, check_with_hosts, print_draft
 from pipeline.checkpoints.select import select_checkpoint
-from pipeline.cluster.fewer_hosts import Plan, describe, on_hosts, plan_fewer
+from pipeline.cluster.fewer_hosts import Plan, describe, describe_return, on_hosts, plan_fewer
 from pipeline.cluster.hosts.host_check import HostCheck
 from pipeline.cluster.hosts.table import hosts_line, hosts_table
 from pipeline.cluster.hub_settings import Limits
@@ -22,7 +22,7 @@ from pipeline.cluster.start import NoWay, start_once
 from pipeline.cluster.supervise import say
 from pipeline.job.job import Job
 from pipeline.job.options import Options
-from pipeline.job.problems import EXIT_FAILED, EXIT_WRONG_JOB, JobError
+from pipeline.job.problems import EXIT_FAILED, EXIT_STOPPED, EXIT_WRONG_JOB, JobError
 from pipeline.job.report import console, print_problems
 from pipeline.job.resolve import Draft
 
@@ -65,32 +65,51 @@ def run_job(
     policy = RestartPolicy(launcher.max_restarts)
     while True:
         result = _start(ready, arguments)
-        decision = policy.after(result.code, result.verdict, result.stopped)
-        if not decision.restart:
-            if decision.reason:
-                say(f"{decision.reason.capitalize()}.")
-            if result.code == EXIT_FAILED:
+        try:
+            following = _next_start(ready, result, policy, options, launcher)
+        except KeyboardInterrupt as request:
+            say(f"\nStopped by {request} between two starts: no rank is running.")
+            tell_how_to_go_on(ready.job, policy.saved, command)
+            return EXIT_STOPPED
+        if following is None:
+            saved = result.verdict is not None and result.verdict.saved is not None
+            if result.code == EXIT_FAILED or (result.code == EXIT_STOPPED and not saved):
                 tell_how_to_go_on(ready.job, policy.saved, command)
             return result.code
         if policy.saved is not None:
             options, arguments = replace(options, resume="auto"), resuming(arguments)
-        following = None
-        while following is None:
-            delay = _delay(decision.delay, result, launcher)
-            say(f"Starting again in {delay:.0f} s ({decision.reason}). Ctrl-C: no further start.")
-            if not _wait(delay, ready.job.output_dir):
-                return EXIT_FAILED
-            following = prepare(options, launcher, again=True)
-            if following is None:
-                decision = policy.after(EXIT_FAILED, None, stopped=False)
-                if not decision.restart:
-                    say(f"{decision.reason.capitalize()}.")
-                    return EXIT_FAILED
+        if text := describe_return(ready.job, following.job):
+            say(text)
         ready = following
 
 
+def _next_start(
+    ready: Ready, result: Result, policy: RestartPolicy, options: Options, launcher: LauncherOptions
+) -> Ready | None:
+    """Wait for the next start and check it, more than once where hosts are still away; None, after the
+    reason, if there is none.
+
+    Raises:
+        KeyboardInterrupt: somebody has asked for the end meanwhile.
+    """
+    decision = policy.after(result.code, result.verdict, result.stopped)
+    while decision.restart:
+        delay = _delay(decision.delay, result, launcher)
+        say(f"Starting again in {delay:.0f} s ({decision.reason}). Ctrl-C: no further start.")
+        _wait(delay, ready.job.output_dir)
+        resumed = options if policy.saved is None else replace(options, resume="auto")
+        following = prepare(resumed, launcher, again=True)
+        if following is not None:
+            return following
+        decision = policy.after(EXIT_FAILED, None, stopped=False)
+    if decision.reason:
+        say(f"{decision.reason.capitalize()}.")
+    return None
+
+
 def tell_how_to_go_on(job: Job, saved: int | None, command: Sequence[str]) -> None:
-    """After a failure: the command that goes on from the newest checkpoint, where there is one.
+    """After a failure, or a stop that has saved nothing: the command that goes on from the newest checkpoint,
+    where there is one.
 
     Args:
         saved: Step of the newest one that a start has completed, where this machine may not see it.
@@ -168,14 +187,9 @@ def _delay(seconds: float, result: Result, launcher: LauncherOptions) -> float:
     return max(seconds, limits.grace + 2 * limits.beat)
 
 
-def _wait(seconds: float, output_dir: str) -> bool:
-    """Wait, and then until nothing holds the folder any more; False where the user does not want to."""
-    try:
-        time.sleep(seconds)
-        deadline = time.monotonic() + _LOCK_SECONDS
-        while running_problems(output_dir) and time.monotonic() < deadline:
-            time.sleep(1.0)
-    except KeyboardInterrupt:
-        say("\nInterrupted between two starts; no rank is running.")
-        return False
-    return True
+def _wait(seconds: float, output_dir: str) -> None:
+    """Wait, and then until nothing holds the folder any more."""
+    time.sleep(seconds)
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while running_problems(output_dir) and time.monotonic() < deadline:
+        time.sleep(1.0)

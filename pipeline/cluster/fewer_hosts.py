@@ -97,8 +97,24 @@ def describe(full: Job, plan: Plan, why: str) -> str:
     )
 
 
+def describe_return(before: Job, after: Job) -> str:
+    """What changes in one paragraph where hosts that had been left out are used again; else nothing."""
+    names = {host.name for host in before.world.hosts}
+    back = [host.name for host in after.world.hosts if host.name not in names]
+    if not back:
+        return ""
+    hosts, ranks = len(after.world.hosts), after.world.size
+    return (
+        f"Used again: {', '.join(back)}. The job runs on {hosts} hosts, {ranks} ranks instead of "
+        f"{before.world.size}: data-parallel size {after.mesh.data} instead of {before.mesh.data}. A step "
+        f"still takes {after.batch.train_batch_size} sequences, with {_sizes(after.batch)} instead of "
+        f"{_sizes(before.batch)}. A checkpoint of the other layout is converted when it is loaded."
+    )
+
+
 def _sizes(batch: Batch) -> str:
-    return f"{batch.accumulation_steps} micro-batches of {batch.micro_batch_size} per replica"
+    count = batch.accumulation_steps
+    return f"{count} micro-batch{'es' if count > 1 else ''} of {batch.micro_batch_size} per replica"
 
 
 def on_hosts(options: LauncherOptions, world: World) -> tuple[LauncherOptions, World, IO[bytes]]:

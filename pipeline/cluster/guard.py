@@ -316,6 +316,8 @@ class Guard:
         elif what == "keep":
             self._output.add_log_of(order["rank"], order["text"])
         elif what == "release":
+            if self._environment.rank == 0 and (missing := self._output.missing_logs(order["lost"])):
+                self._contact.send(ranks=missing, **{"is": "missing"})
             self._outcome = Outcome(**order["outcome"])
             self._released = True
             if self._reported is None:  # the others have waited long enough
@@ -350,6 +352,8 @@ class Guard:
         self._contact.beat(now)
         if os.getppid() != self._parent and self._reported is None:
             self._give_up("the launcher that started it is gone", "launcher")
+        if trouble := self._output.new_trouble():
+            self._contact.send(text=trouble, **{"is": "trouble"})
         if self._stacks_at is not None and now >= self._stacks_at:
             self._stacks_at = None
             text = self._output.take_stacks()

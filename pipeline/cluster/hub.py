@@ -76,6 +76,8 @@ class Hub:
         self._deadline: float | None = None  # when ranks that were to end are given up
         self._asked_stacks: float | None = None
         self._stacks: dict[int, str] = {}
+        self._troubles: set[str] = set()
+        self._homeless: set[int] = set()  # ranks whose logs came when there was no first host any more
 
     @property
     def key(self) -> str:
@@ -247,8 +249,14 @@ class Hub:
         elif what == "signal" and self._stop is None and state.ending is None:
             self._say(f"{message['signal']} on {state.name}: every rank saves and ends.")
             self.stop("SIGTERM")
-        elif what == "log" and 0 in self._guards:
-            self._guards[0].send(do="keep", rank=state.rank, text=message["text"])
+        elif what == "log":
+            self._gather(state.rank, message["text"])
+        elif what == "trouble" and (text := f"{state.name}: {message['text']}") not in self._troubles:
+            self._troubles.add(text)  # of all ranks there
+            self._say(text)
+        elif what == "missing" and state.rank == 0:
+            where = self.roster.places(rank for rank in message["ranks"] if type(rank) is int)
+            self._say(f"No logs have come of {where}: what there is of them is in {self._logs} there.")
         elif what == "stacks":
             self._stacks[state.rank] = message["text"]
         elif what == "ended":
@@ -267,6 +275,13 @@ class Hub:
             kind = "early" if state.phase == "starting" else "ended"
             what = f"{self._stop} before {'the first step' if kind == 'early' else 'it could save'}"
         self._fail(Failure(kind, state.rank, state.step, what, message["tail"], time.monotonic()))
+
+    def _gather(self, rank: int, text: str) -> None:
+        """A log goes to the first host."""
+        if 0 in self._guards and 0 not in self.roster.lost:
+            self._guards[0].send(do="keep", rank=rank, text=text)
+        else:
+            self._homeless.add(rank)
 
     def _lose(self, state: RankState, message: str) -> None:
         state.gone = True
@@ -377,5 +392,10 @@ class Hub:
 
     def _conclude(self) -> None:
         self.verdict = verdict = self.roster.verdict()
+        if self._homeless:
+            where = self.roster.places(sorted(self._homeless))
+            self._say(
+                f"The first host, which gathers the logs, is gone: those of {where} stay in {self._logs}."
+            )
         port = self.master[1] if self.master else 0
-        self._broadcast(do="release", outcome=vars(verdict.outcome(port)))
+        self._broadcast(do="release", outcome=vars(verdict.outcome(port)), lost=self.roster.lost)

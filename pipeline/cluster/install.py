@@ -15,6 +15,7 @@ import fcntl
 import hashlib
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -44,6 +45,8 @@ _CAUSES = (
     ("ResolutionImpossible", "Versions that are asked for together do not fit together:"),
 )
 _SHOW_EVERY_SECONDS = 30.0
+# As `pipeline.job.problems` has it, which this file cannot import.
+EXIT_STOPPED = 3
 
 
 class SetupError(Exception):
@@ -256,9 +259,11 @@ def main() -> int:
         return 1
     except KeyboardInterrupt:
         say("\nSet-up interrupted; the next start begins it again.")
-        return 1
+        return EXIT_STOPPED
     return 0
 
 
 if __name__ == "__main__":
+    # launch.sh runs it beside itself, where a shell ignores SIGINT, and passes a request to stop on as this.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

@@ -1,7 +1,8 @@
 """Brings the key of a start to its hosts: over the way of the host checks, and there through standard input.
 
 The name of the file is drawn by chance and stands on command lines; its content does not. Guards remove it
-when all of them have come. What a start that was killed has left is removed by a later one, after a day.
+when all of them have come, and the launch itself where not all did. What a start that was killed has left is
+removed by a later one, after a day.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from pipeline.cluster.hosts.reach import failure_of, no_client
 from pipeline.cluster.hosts.session import Said, Session, close_all
 
 DELIVERY_SECONDS = 60.0
+# At the end of a start, which a host that is gone must not hold up.
+WITHDRAWAL_SECONDS = 10.0
 # Every host has it, and a home folder may be read-only. /dev/shm is emptied at a user's last logout.
 FOLDER = "/tmp"
 _BEGINNING = ".launch_key_"
@@ -65,6 +68,17 @@ def deliver_key(hosts: Sequence[Host], way: Way, key: str, seconds: float = DELI
     if problems:
         raise NotDelivered("\n".join(problems))
     return path
+
+
+def withdraw_key(hosts: Sequence[Host], way: Way, path: str, seconds: float = WITHDRAWAL_SECONDS) -> None:
+    """Remove the key's file from every host that answers, in parallel."""
+    sessions = [Session(way(host, f"rm -f {path} && echo {_MARK}"), _MARK) for host in hosts]
+    try:
+        deadline = time.monotonic() + seconds
+        for session in sessions:
+            session.answer(deadline)
+    finally:
+        close_all(sessions)
 
 
 def _why(host: Host, said: Said) -> str:

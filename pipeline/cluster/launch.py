@@ -16,9 +16,13 @@ from types import FrameType
 if __name__ == "__main__":
     # A script's own folder comes first on sys.path; the package is two above.
     sys.path[0] = str(Path(__file__).resolve().parents[2])
+    from pipeline.cluster.early_stop import take_early_stops
+
+    take_early_stops()
 
 from pipeline.check import read_arguments
 from pipeline.cluster.campaign import run_job
+from pipeline.cluster.early_stop import REQUESTS
 from pipeline.cluster.supervise import say
 from pipeline.job.options import Options
 from pipeline.job.problems import EXIT_STOPPED, EXIT_WRONG_JOB, JobError
@@ -46,7 +50,7 @@ def _interrupt(number: int, _frame: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in REQUESTS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _interrupt)
     try:

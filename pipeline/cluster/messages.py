@@ -26,6 +26,8 @@ REPORTS: dict[str, Fields] = {
     "failure": {"kind": _TEXT, "step": _NUMBER, "message": _TEXT},
     "signal": {"signal": _TEXT},
     "log": {"text": _TEXT},
+    "trouble": {"text": _TEXT},
+    "missing": {"ranks": (list,)},
     "stacks": {"text": _TEXT},
     "ended": {"code": (int, _NONE), "by_guard": (bool,), "tail": _TEXT},
 }
@@ -43,7 +45,7 @@ ORDERS: dict[str, Fields] = {
     "end": {"grace": _SECONDS},
     "log": {"logs": _TEXT, "mark": _TEXT},
     "keep": {"rank": _NUMBER, "text": _TEXT},
-    "release": {"outcome": (dict,)},
+    "release": {"outcome": (dict,), "lost": (list,)},
 }  # fmt: skip
 _WORDS = {
     "phase": get_args(Phase),

@@ -21,6 +21,9 @@ class Outlet:
 
     Args:
         descriptor: Where they go; None until `open_file`.
+
+    Attributes:
+        error: Why bytes could not be written, the last time that they could not.
     """
 
     def __init__(self, descriptor: int | None = None) -> None:
@@ -31,6 +34,7 @@ class Outlet:
         self._change = threading.Condition()
         self._closing = False
         self._path: Path | None = None
+        self.error: OSError | None = None
         self._thread: threading.Thread | None = None
 
     def write(self, data: bytes) -> None:
@@ -74,13 +78,16 @@ class Outlet:
                     return
                 pieces, self._waiting, self._size = self._waiting, deque(), 0
                 dropped, self._dropped = self._dropped, 0
+            data = b"".join(pieces)
             try:
                 if dropped:
-                    self._put(f"[{dropped:,} bytes could not be written in time]\n".encode())
-                self._put(b"".join(pieces))
-            except OSError:
+                    self._put(f"[{dropped:,} bytes could not be written]\n".encode())
+                self._put(data)
+            except OSError as error:
                 # A terminal that is gone, a disk that is full. The run goes on: its output is no part of it.
-                continue
+                self.error = error
+                with self._change:
+                    self._dropped += dropped + len(data)
 
     def _put(self, data: bytes) -> None:
         if self._path is not None and self._descriptor is None:

@@ -12,6 +12,7 @@ import signal
 import sys
 import termios
 import tty
+from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.cluster.outlet import Outlet, PlainLines, Tail
@@ -52,6 +53,8 @@ class RankOutput:
         self._given: list[int] = []
         self.stacks = new_file_in_memory("stacks")
         self.folder: Path | None = None
+        self._trouble: OSError | None = None
+        self._said_trouble = False
 
     def open(self) -> tuple[int, int]:
         """Descriptors for the rank's standard output and error; call `started` when it has them."""
@@ -115,6 +118,14 @@ class RankOutput:
             self.folder = folder
             self._log.open_file(folder / log_name(self._rank))
 
+    def new_trouble(self) -> str:
+        """Why a log cannot be written here, the first time that one cannot; else nothing."""
+        error = self._log.error or self._trouble
+        if error is None or self._said_trouble:
+            return ""
+        self._said_trouble = True
+        return f"logs cannot be written in {self.folder}: {error.strerror}. The job goes on without them"
+
     def write_mark(self, mark: str) -> None:
         """Rank 0: leave a sign for the hosts that share this folder."""
         assert self.folder is not None
@@ -134,9 +145,18 @@ class RankOutput:
 
     def add_log_of(self, rank: int, text: str) -> None:
         """Rank 0: keep the log of a rank of another host, beside its own."""
-        if self.folder is not None:
-            with contextlib.suppress(OSError):  # a full disk: that host has it still
-                (self.folder / log_name(rank)).write_text(text, encoding="utf-8")
+        if self.folder is None:
+            return
+        try:
+            (self.folder / log_name(rank)).write_text(text, encoding="utf-8")
+        except OSError as error:  # a full disk: that host has it still
+            self._trouble = error
+
+    def missing_logs(self, ranks: Sequence[int]) -> list[int]:
+        """Rank 0: those of `ranks` whose logs are not in its folder."""
+        if self.folder is None:
+            return []
+        return [rank for rank in ranks if not (self.folder / log_name(rank)).exists()]
 
     def take_stacks(self) -> str:
         """What faulthandler has written since the last call."""

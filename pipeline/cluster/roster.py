@@ -122,6 +122,17 @@ class Roster:
         return max((state.moved for state in self.states.values()), default=0.0)
 
     @property
+    def lost(self) -> list[int]:
+        """Ranks that contact was lost with."""
+        return sorted({f.rank for f in self.failures if f.kind == "lost" and f.rank is not None})
+
+    def places(self, ranks: Iterable[int]) -> str:
+        """``ranks 0-2 (h1, h2)``."""
+        known = [self.states[rank] for rank in ranks if rank in self.states]
+        hosts = ", ".join(dict.fromkeys(state.name for state in known))
+        return f"{rank_list([state.rank for state in known])} ({hosts})"
+
+    @property
     def spoken(self) -> str | None:
         """Rank 0's word about the end of the run: it gives it when all is done and saved on every rank."""
         first = self.states.get(0)
@@ -130,7 +141,7 @@ class Roster:
     def verdict(self) -> Verdict:
         """How it ended, when nothing runs any more. Rank 0's word stands: what fails in a rank that leaves
         after it changes nothing that was saved."""
-        lost = {self.states[f.rank].host for f in self.failures if f.kind == "lost" and f.rank is not None}
+        lost = {self.states[rank].host for rank in self.lost}
         common = {"lost_hosts": tuple(sorted(lost)), "saved": self.saved}
         first = self.states.get(0)
         if first is not None and first.ending in ("finished", "stopped"):
@@ -166,6 +177,11 @@ def signal_name(number: int) -> str:
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     # Nobody else sends it unasked: the kernel does when memory runs out.
     return f"{name} (out of memory?)" if number == signal.SIGKILL else name
+
+
+def rank_list(numbers: Sequence[int]) -> str:
+    """``rank 3``, or ``ranks 0-3, 8``."""
+    return f"rank{'' if len(numbers) == 1 else 's'} {ranges(numbers)}"
 
 
 def ranges(numbers: Sequence[int]) -> str:

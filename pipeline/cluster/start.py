@@ -15,7 +15,7 @@ from pipeline.cluster.forwarded import forwarded
 from pipeline.cluster.hosts.ask import way_to_hosts
 from pipeline.cluster.hub import Hub
 from pipeline.cluster.hub_settings import HubSettings
-from pipeline.cluster.key_delivery import NotDelivered, deliver_key
+from pipeline.cluster.key_delivery import NotDelivered, deliver_key, withdraw_key
 from pipeline.cluster.launcher_command import SCRIPT, plan_launch
 from pipeline.cluster.launcher_options import LauncherOptions
 from pipeline.cluster.run import Result, run_launch
@@ -57,7 +57,7 @@ def start_once(
         if not options.no_ssh:
             address = launch_address(world, options)
             hub = stack.enter_context(contextlib.closing(_hub(world, options)))
-            key_file = stack.enter_context(_key_file(world, options, hub.key))
+            key_file = stack.enter_context(_key_file(world, options, hub))
             ticket = replace(ticket, address=address, port=hub.port, key_file=key_file)
             where = f"; their guards report to {address}:{ticket.port}"
         launch = plan_launch(options, world, ticket, os.environ, script)
@@ -66,17 +66,22 @@ def start_once(
 
 
 @contextlib.contextmanager
-def _key_file(world: World, options: LauncherOptions, key: str) -> Iterator[str]:
+def _key_file(world: World, options: LauncherOptions, hub: Hub) -> Iterator[str]:
     """Where the guards find the key, on every host."""
     if world.is_local:
-        with key_in_memory(key) as path:
+        with key_in_memory(hub.key) as path:
             yield path
         return
+    way = way_to_hosts(options.launcher, options.ssh_port)
     try:
-        path = deliver_key(world.hosts, way_to_hosts(options.launcher, options.ssh_port), key)
+        path = deliver_key(world.hosts, way, hub.key)
     except NotDelivered as error:
         raise NoWay(str(error)) from error
-    yield path
+    try:
+        yield path
+    finally:
+        if not hub.world_is_here:  # the guards would have removed it then
+            withdraw_key(world.hosts, way, path)
 
 
 def _hub(world: World, options: LauncherOptions) -> Hub:

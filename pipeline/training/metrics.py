@@ -11,6 +11,7 @@ norm. Such a value is written as ``null`` and named under an extra key that othe
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
@@ -209,8 +210,10 @@ class MetricsFile:
     def __enter__(self) -> MetricsFile:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        # What ends the run is told, not that its disk is full besides: a resumed run takes these steps again.
+        with contextlib.suppress(OSError) if kind is not None else contextlib.nullcontext():
+            self.close()
 
     def _append(self, kind: str, metrics: StepMetrics | EvalMetrics) -> None:
         self._advance(kind, metrics.step)
@@ -224,7 +227,10 @@ class MetricsFile:
     def _write(self) -> None:
         """Write what waits; what has been written of it does not wait any more."""
         while self._waiting:
-            written = self._file.write(self._waiting)
+            try:
+                written = self._file.write(self._waiting)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(self.path)) from error
             self._waiting = self._waiting[written:]
 
     def _advance(self, kind: str, step: int) -> None:

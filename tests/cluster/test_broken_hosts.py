@@ -6,12 +6,13 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.hosts import HostProcess, Hosts
+from tests.hosts.launchers import launcher_environment
 
 pytestmark = [pytest.mark.multihost, pytest.mark.slow]
 START = Path(__file__).with_name("start_stand_in.py")
@@ -24,17 +25,22 @@ class Job:
     """Stand-in ranks that do not wait for each other, so that nothing but their guards ends them."""
 
     def __init__(
-        self, hosts: Hosts, hostfile: Path, *words: str, steps: int = 6000, options: Sequence[str] = ()
+        self,
+        hosts: Hosts,
+        hostfile: Path,
+        *words: str,
+        steps: int = 6000,
+        options: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
     ):
         self.hosts, self.folder = hosts, hosts.folder / "run"
         shutil.rmtree(self.folder, ignore_errors=True)
         line = [sys.executable, START, "--hostfile", hostfile, "--failure_timeout", FAILURE_TIMEOUT, *options]
         line += [self.folder, steps, "0.02", *words]
-        environment = {"DS_ACCELERATOR": "cpu", "GLOO_MARK": "a b $X", "AWS_SECRET_ACCESS_KEY": "hidden"}
+        variables = {"DS_ACCELERATOR": "cpu", "GLOO_MARK": "a b $X", "AWS_SECRET_ACCESS_KEY": "hidden"}
+        variables |= environment or {}
         self.size = sum(int(row.split("=")[1]) for row in hostfile.read_text().splitlines())
-        self.process: HostProcess = hosts.start(
-            "h0", [str(word) for word in line], env=environment, cwd="/tmp"
-        )
+        self.process: HostProcess = hosts.start("h0", [str(word) for word in line], env=variables, cwd="/tmp")
 
     def ranks(self) -> list[dict]:
         """What the ranks say about themselves, when all run."""
@@ -56,6 +62,11 @@ class Job:
         return code
 
 
+def key_files(hosts: Hosts, name: str) -> set[str]:
+    """Keys of starts that lie on a host."""
+    return {line for line in hosts.run(name, ["ls", "-A", "/tmp"], 20).stdout.split() if "launch_key" in line}
+
+
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Hosts]:
     """Hosts whose every test leaves them whole."""
@@ -71,6 +82,7 @@ def test_options_variables_places_and_logs(pair: Hosts) -> None:
     """Unequal slots, words that shells would read, variables that the launcher does not pass on."""
     hostfile = pair.folder / "unequal"
     hostfile.write_text("h1 slots=1\nh2 slots=2\n")
+    before = key_files(pair, "h1")  # of whatever else runs on this machine
     job = Job(pair, hostfile, *HARD_TO_PASS, steps=3)
     assert job.ends(90) == 0, job.process.stderr
     found = [json.loads((job.folder / "ranks" / f"{rank}.json").read_text()) for rank in range(3)]
@@ -87,7 +99,7 @@ def test_options_variables_places_and_logs(pair: Hosts) -> None:
     assert f"rendezvous at {pair.address('h1')}:{places[0]['MASTER_PORT']}" in job.process.stderr
     # The start's key was there for the guards only.
     for name in WORKERS:
-        assert ".launch_key_" not in pair.run(name, ["ls", "-A", "/tmp"], 20).stdout
+        assert key_files(pair, name) <= before
     logs = sorted(path.name for path in job.folder.glob("logs/*/*.log"))
     assert logs == [f"rank_0000{rank}.log" for rank in range(3)]
 
@@ -114,6 +126,24 @@ def test_a_port_that_is_taken_on_the_first_host(pair: Hosts) -> None:
         assert "port 23456 of the rendezvous is in use on h1" in job.process.stderr
     finally:
         listener.kill()
+
+
+@pytest.mark.parametrize("launcher", ["openmpi", "mpich", "slurm"])
+def test_a_rank_goes_under_another_launcher(pair: Hosts, launcher: str) -> None:
+    """MPICH's way of starting ranks drops their exit codes."""
+    environment = launcher_environment(pair, launcher)
+    at_rest = {name: pair.processes(name) for name in pair.all_names}
+    job = Job(
+        pair,
+        pair.write_hostfile(1),
+        "1:9:signal=SIGKILL",
+        options=["--launcher", launcher],
+        environment=environment,
+    )
+    assert job.process.wait(60) == 1
+    assert "rank 1 on h2: was killed by SIGKILL (out of memory?)" in job.process.stderr
+    assert json.loads((job.folder / "outcome.json").read_text())["rank"] == 1
+    pair.wait_until(lambda: {name: pair.processes(name) for name in at_rest} == at_rest, 5, "the last ends")
 
 
 @pytest.mark.parametrize(

@@ -250,11 +250,18 @@ def test_ranks_end_with_what_owns_them(start: Start, victim: str) -> None:
 
 @pytest.mark.slow
 def test_a_guard_that_falls_silent_is_lost(start: Start) -> None:
-    """As when a cable is cut: its connection stands, and nothing comes."""
+    """As when a cable is cut: its connection stands, and nothing comes, its log neither."""
     start.all("1000", "0.05")
     ranks = start.ranks()
+    start.until(lambda: list(start.folder.glob("logs/*/rank_00002.log")))
     os.kill(ranks[2]["guard"], signal.SIGSTOP)
+    (log,) = start.folder.glob("logs/*/rank_00002.log")
+    log.unlink()
     verdict = start.verdict()
+    missing = (
+        f"No logs have come of rank 2 ({socket.gethostname()}): what there is of them is in {log.parent}"
+    )
+    assert f"{missing} there." in start.said
     assert (verdict.status, verdict.rank) == ("failed", 2) and "nothing was heard" in verdict.message
     assert start.guards[0].wait(5) != 0 and start.guards[1].wait(5) != 0
     os.kill(ranks[2]["guard"], signal.SIGCONT)
@@ -402,6 +409,56 @@ def test_nothing_is_kept_twice_where_hosts_share_a_folder(tmp_path: Path) -> Non
     output.close()
     first.close()
     assert (tmp_path / "logs" / "rank_00002.log").read_text() == "from afar\n"
+
+
+def test_logs_stay_where_they_are_when_the_first_host_is_gone(tmp_path: Path) -> None:
+    start = Start(tmp_path, world_size=2)
+
+    def guard(rank: int) -> socket.socket:
+        stream = socket.create_connection(("127.0.0.1", start.hub.port))
+        stream.sendall(start.hello(rank=rank, host_number=rank, host=f"h{rank + 1}"))
+        return stream
+
+    def say(stream: socket.socket, what: str, **fields: object) -> None:
+        stream.sendall(json.dumps({"is": what, **fields}).encode() + b"\n")
+
+    with guard(0) as first, guard(1) as second, contextlib.closing(start.hub):
+        start.until(lambda: start.hub.world_is_here)
+        say(first, "folder", path="/run")
+        for _ in range(2):
+            say(second, "trouble", text="logs cannot be written")
+        start.until(lambda: "h2: logs cannot be written" in start.said)
+        first.close()
+        start.until(lambda: start.hub.roster.failures)
+        say(second, "log", text="its last words")
+        say(second, "ended", code=1, by_guard=True, tail="")
+        start.until(lambda: start.hub.verdict is not None)
+    assert start.said.count("h2: logs cannot be written") == 1
+    assert (
+        "The first host, which gathers the logs, is gone: those of rank 1 (h2) stay in /run/logs/"
+        in start.said[-1]
+    )
+
+
+def test_a_log_that_cannot_be_written_is_said_once_and_goes_on_when_it_can(tmp_path: Path) -> None:
+    (tmp_path / "logs").touch()
+    output, deadline, said = RankOutput(1), time.monotonic() + 10, ""
+    output.log(b"lost\n")
+    output.log_to(tmp_path / "logs" / "start")
+    while not said and time.monotonic() < deadline:
+        said = output.new_trouble()
+    assert said.startswith(f"logs cannot be written in {tmp_path}/logs/start: ")
+    assert output.new_trouble() == ""
+    (tmp_path / "logs").unlink()
+    output.log(b"later\n")
+    output.close()
+    log = (tmp_path / "logs" / "start" / "rank_00001.log").read_text()
+    assert log == "[5 bytes could not be written]\nlater\n"
+    first = RankOutput(0)
+    first.log_to(tmp_path / "logs" / "start")
+    (tmp_path / "logs" / "start" / "rank_00007.log").mkdir()
+    first.add_log_of(7, "from afar\n")
+    assert "Is a directory" in first.new_trouble()
 
 
 def test_logs_have_lines_without_the_drawing_of_a_terminal() -> None:

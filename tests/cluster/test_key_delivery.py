@@ -13,7 +13,7 @@ from pipeline.cluster import key_delivery
 from pipeline.cluster.credential import read_key
 from pipeline.cluster.hostfile import Host
 from pipeline.cluster.hosts.session import local_command
-from pipeline.cluster.key_delivery import NotDelivered, deliver_key
+from pipeline.cluster.key_delivery import NotDelivered, deliver_key, withdraw_key
 
 HOSTS = (Host("h1", 2), Host("h2", 2), Host("h3", 2))
 
@@ -46,6 +46,17 @@ def test_what_a_killed_start_left_is_removed_after_a_day(folder: Path) -> None:
         os.utime(file, (time.time() - 3600 * age,) * 2)
     path = Path(deliver_key(HOSTS[:1], lambda host, script: local_command(script), "k"))
     assert sorted(folder.iterdir()) == sorted([new, other, path])
+
+
+def test_a_start_without_all_its_guards_takes_it_away_again(folder: Path) -> None:
+    def way(host: Host, script: str) -> list[str]:
+        return local_command("sleep 60" if host.name == "h2" else script)
+
+    path = deliver_key(HOSTS[:1], way, "k")
+    began = time.monotonic()
+    withdraw_key(HOSTS, way, path, seconds=0.5)
+    assert list(folder.iterdir()) == []
+    assert time.monotonic() - began < 8
 
 
 def test_hosts_without_it_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pipeline.check import check
+from pipeline.cluster import campaign
 from pipeline.cluster.campaign import tell_how_to_go_on
-from pipeline.cluster.fewer_hosts import Plan, describe, on_hosts, plan_fewer, same_step
+from pipeline.cluster.fewer_hosts import Plan, describe, describe_return, on_hosts, plan_fewer, same_step
 from pipeline.cluster.hostfile import Host, read_hostfile
 from pipeline.cluster.launcher_options import LauncherOptions, launcher_problems
 from pipeline.cluster.restarts import RestartPolicy, resuming
 from pipeline.cluster.roster import Failure, Roster, Verdict, error_kind, first_failure, ranges
+from pipeline.cluster.run import Result
 from pipeline.cluster.world import World
 from pipeline.job.job import Job
 from pipeline.job.options import Options
@@ -77,6 +80,48 @@ def test_a_start_that_reached_no_rank_counts() -> None:
 def test_a_restart_goes_on_whatever_the_first_start_was_told() -> None:
     assert resuming(["--resume", "never", "--seed", "1"]) == ["--seed", "1", "--resume", "auto"]
     assert resuming(["--resume=x/global_step2"]) == ["--resume", "auto"]
+
+
+@pytest.mark.parametrize("where", ["back-off", "check"])
+@pytest.mark.parametrize("saved", [None, 4])
+def test_a_stop_between_two_starts_is_a_stop(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+    where: str,
+    saved: int | None,
+) -> None:
+    """Nothing runs then, so that it must not count as the failure that was before."""
+
+    def prepare(*_: object, again: bool = False) -> campaign.Ready:
+        if again and where == "check":
+            raise KeyboardInterrupt("SIGTERM")
+        return campaign.Ready(full(tmp_path), LauncherOptions(max_restarts=2))
+
+    def sleep(_: float) -> None:
+        if where == "back-off":
+            raise KeyboardInterrupt("SIGTERM")
+
+    monkeypatch.setattr(campaign, "prepare", prepare)
+    monkeypatch.setattr(campaign, "start_once", lambda *_: Result(1, failed(5, saved)))
+    monkeypatch.setattr(campaign.time, "sleep", sleep)
+    assert campaign.run_job(options(tmp_path), LauncherOptions(max_restarts=2), [], ["./launch.sh"]) == 3
+    said = capsys.readouterr().err.partition("Stopped by SIGTERM between two starts: no rank is running.\n")[
+        2
+    ]
+    assert said == ("To go on from the checkpoint of step 4: ./launch.sh\n" if saved else "")
+
+
+def test_a_stop_of_a_second_start_before_its_first_step_names_the_checkpoint_that_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    results = [Result(1, failed(5, 4)), Result(3, stopped=True)]
+    ready = campaign.Ready(full(tmp_path), LauncherOptions(max_restarts=2))
+    monkeypatch.setattr(campaign, "prepare", lambda *_, **__: ready)
+    monkeypatch.setattr(campaign, "start_once", lambda *_: results.pop(0))
+    monkeypatch.setattr(campaign.time, "sleep", lambda _: None)
+    assert campaign.run_job(options(tmp_path), LauncherOptions(max_restarts=2), [], ["./launch.sh"]) == 3
+    assert capsys.readouterr().err.endswith("To go on from the checkpoint of step 4: ./launch.sh\n")
 
 
 # What failed first ---------------------------------------------------------------------------------------
@@ -162,6 +207,19 @@ def test_too_few_hosts_or_too_large_a_replica_are_refused(tmp_path: Path) -> Non
     stages = full(tmp_path, pipeline={"stages": 4}, train_batch_size=8)
     assert "4 that hold one replica" in same_step(stages, 2).rule
     assert isinstance(plan_fewer(stages, HOSTS[:1], 1, lambda *_: pytest.fail("no replica")), list)
+
+
+def test_hosts_that_are_used_again_are_named(tmp_path: Path) -> None:
+    whole, alone = (
+        full(tmp_path, **BATCH),
+        job_on(tmp_path, replace(WORLD, hosts=HOSTS[:1]), (32, 4, 4), **BATCH),
+    )
+    assert alone.job is not None and describe_return(whole, alone.job) == describe_return(whole, whole) == ""
+    assert describe_return(alone.job, whole) == (
+        "Used again: h2, h3, h4. The job runs on 4 hosts, 8 ranks instead of 2: data-parallel size 8 instead "
+        "of 2. A step still takes 32 sequences, with 1 micro-batch of 4 per replica instead of 4 "
+        "micro-batches of 4 per replica. A checkpoint of the other layout is converted when it is loaded."
+    )
 
 
 def test_exactly_the_hosts_of_a_plan_are_started(tmp_path: Path) -> None:

@@ -12,14 +12,11 @@ from tests.end_to_end.host_jobs import LAUNCH, SCRIPT
 from tests.end_to_end.jobs import PROJECT, Workshop
 from tests.harness import run_job
 from tests.hosts import Hosts
-from tests.hosts.process import LOGIN
-from tests.hosts.requirements import find
-from tests.hosts.slurm import start_slurm, why_no_slurm
+from tests.hosts.launchers import AS_ROOT, launcher_environment, need
 
 pytestmark = [pytest.mark.slow, pytest.mark.multihost]
 
 RANK = [sys.executable, SCRIPT]
-AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 # Sums of other ranks' shares in another order; 32-bit floats have 7 digits.
 TOLERANCE = 1e-5
 JOB_SECONDS = 150
@@ -47,14 +44,7 @@ def losses(workshop: Workshop) -> list[float]:
 @pytest.fixture(scope="module")
 def slurm(hosts: Hosts) -> dict[str, str]:
     """The environment of Slurm's commands."""
-    if reason := why_no_slurm():
-        pytest.skip(reason)
-    return start_slurm(hosts, slots=1)
-
-
-def need(command: str, package: str) -> None:
-    if not find(command):
-        pytest.skip(f"{command} is missing (package {package})")
+    return launcher_environment(hosts, "slurm")
 
 
 def check_training(
@@ -106,19 +96,10 @@ def launch(hosts: Hosts, launcher: str) -> list[str]:
     return [*LAUNCH, "--hostfile", str(hosts.write_hostfile(1)), "--launcher", launcher]
 
 
-def test_launch_through_open_mpi(hosts: Hosts, workshop: Workshop, losses: list[float]) -> None:
-    need("mpirun.openmpi", "openmpi-bin")
-    check_training(hosts, "h0", launch(hosts, "openmpi"), workshop, losses, {})
-
-
-def test_launch_through_mpich(hosts: Hosts, workshop: Workshop, losses: list[float]) -> None:
-    need("mpiexec.mpich", "mpich")
-    # Debian's `mpirun` is the one of Open MPI where both are installed.
-    mpirun = hosts.new_folder("mpich") / "mpirun"
-    mpirun.write_text('#!/bin/sh\nexec mpiexec.mpich "$@"\n', encoding="utf-8")
-    mpirun.chmod(0o755)
-    path = {"PATH": f"{mpirun.parent}:{LOGIN['PATH']}"}
-    check_training(hosts, "h0", launch(hosts, "mpich"), workshop, losses, path)
+@pytest.mark.parametrize("launcher", ["openmpi", "mpich"])
+def test_launch_through_mpi(hosts: Hosts, workshop: Workshop, losses: list[float], launcher: str) -> None:
+    environment = launcher_environment(hosts, launcher)
+    check_training(hosts, "h0", launch(hosts, launcher), workshop, losses, environment)
 
 
 def test_launch_through_slurm(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from tests.end_to_end.host_jobs import LAUNCH, SCRIPT, assert_nothing_runs, finish, ranks
 from tests.end_to_end.jobs import PROJECT, Workshop
 from tests.harness import run_job
-from tests.hosts import Hosts
+from tests.hosts import HostProcess, Hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.multihost, pytest.mark.timeout(600)]
 
@@ -56,7 +57,8 @@ def test_two_hosts_then_one_then_two_again(hosts: Hosts, curve: list[float]) -> 
 
 def test_disks_of_their_own_and_a_full_one(make_hosts, curve: list[float]) -> None:
     """Each host keeps what its ranks wrote. A save for which a host has no space fails on all, and the run
-    goes on; the next one succeeds, and is resumed from."""
+    goes on; the next one succeeds, and is resumed from. Each host is told how the job ended, and the first
+    one has all logs, whatever the end."""
     hosts = make_hosts(4, shared=False, disk=64 * 2**20)  # one rank on each: stages and replicas apart
     workshop = Workshop(hosts.new_folder("inputs"))
     config = workshop.config("stages", **TWO_STAGES, zero_optimization={"stage": 1})
@@ -95,17 +97,63 @@ def test_disks_of_their_own_and_a_full_one(make_hosts, curve: list[float]) -> No
     refused = hosts.run("h0", [*start, *arguments(other, 48)], JOB_SECONDS, cwd=PROJECT)
     assert refused.returncode == 2
     assert "each of its hosts holds a part" in " ".join((refused.stdout + refused.stderr).split())
-    output = finish(hosts, hosts.start("h0", [*start, *arguments(config, 48)], cwd=PROJECT), JOB_SECONDS)
-    assert f"resumed from {run}/checkpoints/global_step45" in output
+
+    def outcomes(rank: int) -> set[str]:
+        """On every host; the logs of all ranks are on the first."""
+        found = [json.loads(hosts.path(name, run / "outcome.json").read_text()) for name in hosts.names]
+        assert {outcome["rank"] for outcome in found} == {rank}
+        newest = sorted(hosts.path("h1", run / "logs").iterdir())[-1]
+        texts = [(newest / f"rank_0000{rank}.log").read_text() for rank in range(4)]
+        assert [f"rank {rank} of 4 on h{rank + 1}," in text for rank, text in enumerate(texts)] == [True] * 4
+        return {outcome["status"] for outcome in found}
+
+    def go_on(*options: str) -> HostProcess:
+        """Until the next save."""
+        job = hosts.start("h0", [*start, *options, *arguments(config, 4000)], cwd=PROJECT)
+        hosts.wait_until(lambda: job.returncode is not None or f"saved {run}" in job.stdout, JOB_SECONDS)
+        return job
+
+    job = go_on()
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(60) == 3
+    assert f"resumed from {run}/checkpoints/global_step45" in job.stdout
+    assert outcomes(rank=0) == {"stopped"}
     lines = hosts.path("h1", run / "metrics.jsonl").read_text().splitlines()
     steps = [line for line in map(json.loads, lines) if "loss" in line]
-    assert [step["step"] for step in steps] == list(range(1, 49))
+    assert [step["step"] for step in steps] == list(range(1, len(steps) + 1)) and len(steps) >= 60
     assert losses(steps)[:6] == pytest.approx(curve[:6], rel=TOLERANCE)
     assert_nothing_runs(hosts)
 
+    # A rank of another host that hangs, with the others in their collectives.
+    job = go_on("--step_timeout", "3")
+    (victim,) = (rank for rank in ranks(hosts) if rank.environ().get("RANK") == "3")
+    victim.suspend()
+    assert job.wait(30) == 1
+    assert "rank 3 on h4: no progress for" in job.stderr and "rank 3 gave no answer" in job.stderr
+    assert job.stderr.count("in train_step") >= 2 and "--- stacks of rank 3\nno answer" in job.stderr
+    assert outcomes(rank=3) == {"failed"}
+    assert_nothing_runs(hosts)
 
-def test_a_host_dies_and_the_other_goes_on(make_hosts, curve: list[float]) -> None:
-    """As the README has it: check, try the links, train. A host loses its power; the run goes on."""
+
+def test_hosts_that_ask_or_have_another_key_are_refused_before_a_rank_starts(hosts: Hosts) -> None:
+    workshop = Workshop(hosts.folder)
+    hostfile = hosts.write_hostfile(1, name="troubled")
+    command = [*LAUNCH, "--hostfile", hostfile, *workshop.arguments("refused", workshop.config())]
+    began = time.monotonic()
+    with hosts.ssh_trouble("h1", "wrong_host_key"), hosts.ssh_trouble("h2", "password"):
+        done = hosts.run("h0", command, 60, cwd=PROJECT)
+    print(f"refused after {time.monotonic() - began:.1f} s")
+    said = " ".join((done.stdout + done.stderr).split())
+    assert done.returncode == 2
+    assert "error: h1: reachable = 'key changed'" in said and "ssh-keygen -R h1" in said
+    assert "error: h2: reachable = 'asks'" in said and "ssh-copy-id h2" in said
+    assert "Starting" not in said and not (hosts.folder / "refused").exists()
+    assert_nothing_runs(hosts)
+
+
+def test_a_host_dies_the_other_goes_on_and_it_comes_back(make_hosts, curve: list[float]) -> None:
+    """As the README has it: check, try the links, train. A host loses its power; the run goes on without it,
+    and on both when a later restart finds it well again."""
     hosts = make_hosts(2)
     workshop = Workshop(hosts.folder)
     config = workshop.config("stages", **TWO_STAGES, zero_optimization={"stage": 1})
@@ -117,14 +165,32 @@ def test_a_host_dies_and_the_other_goes_on(make_hosts, curve: list[float]) -> No
 
     restarts = "--max_restarts 3 --allow_fewer_hosts 1 --failure_timeout 12".split()
     training = hosts.start("h0", [*LAUNCH, *hostfile, *restarts, *job], cwd=PROJECT)
-    hosts.wait_until(
-        lambda: training.returncode is not None or "global_step5" in training.stdout, JOB_SECONDS
-    )
+
+    def wait_for(text: str, count: int = 1) -> None:
+        def is_there() -> bool:
+            return training.returncode is not None or (training.stdout + training.stderr).count(text) >= count
+
+        hosts.wait_until(is_there, JOB_SECONDS, f"{count} x {text!r}")
+
+    wait_for("global_step5")
     hosts.crash("h2", power_loss=True)
     crashed = time.monotonic()
+    wait_for("Starting 2 ranks")
+    hosts.boot("h2")
+    wait_for("resumed from")
+    saved = training.stdout.count("saved")
+    wait_for("saved", saved + 1)
+    ranks(hosts)[1].kill()
     output = finish(hosts, training, JOB_SECONDS)
     print(f"finished {time.monotonic() - crashed:.0f} s after the power loss")
-    assert "resumed from" in output
+    assert output.count("resumed from") == 2
+    alone, together = training.stderr.partition("Used again: h2. ")[::2]
+    assert "Left out: h2 (" in alone and "The job runs on 1 of 2 hosts, 2 of 4 ranks: " in alone
+    assert "with 8 micro-batches of 1 per replica instead of 4" in alone
+    assert "\nwarning: h2: reachable = " in alone and "\nerror: " not in alone
+    assert together.startswith(
+        "The job runs on 2 hosts, 4 ranks instead of 2: data-parallel size 2 instead of 1."
+    )
     assert losses(workshop.steps("run")) == pytest.approx(curve, rel=TOLERANCE)
     assert workshop.outcome("run")["status"] == "finished"
     assert_nothing_runs(hosts)

@@ -220,6 +220,19 @@ def test_lines_that_never_fit_are_an_error_in_the_end(tmp_path: Path):
     real.close()
 
 
+def test_a_full_disk_does_not_hide_what_ended_the_run(tmp_path: Path):
+    full = open("/dev/full", "ab", buffering=0)  # noqa: SIM115, PTH123
+    with (
+        pytest.raises(RuntimeError, match="the loss is nan"),
+        MetricsFile(tmp_path / "metrics.jsonl") as file,
+    ):
+        file._file.close()
+        file._file = full
+        file.step(metrics(1))
+        raise RuntimeError("the loss is nan")
+    assert full.closed
+
+
 def test_an_evaluation_that_is_due_again_is_taken_out(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     with MetricsFile(path) as file:
