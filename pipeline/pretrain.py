@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,9 @@ if __name__ == "__main__":
     from pipeline.cluster.guard import own_rank
 
     own_rank(sys.argv)  # a launcher's process is the guard and never gets further; the rank does
+    # Until it listens, an interrupt ends it as any other signal does: its guard tells, not a traceback.
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from pipeline.checkpoints.resume import resume_problems
 from pipeline.checkpoints.space import space_problems
@@ -56,8 +60,8 @@ def main(arguments: Sequence[str], link: RankLink | None = None, inherited: Inhe
     with StopRequest(announce=environment.rank == 0, early=True) as stop:
         try:
             return _be_rank(arguments, environment, stop, link, inherited)
-        except StoppedEarly as signal:
-            stop.leave(str(signal))
+        except StoppedEarly as request:
+            stop.leave(str(request))
             return EXIT_STOPPED
 
 
@@ -95,9 +99,9 @@ def _read_job(options: Options, environment: RankEnvironment, inherited: Inherit
     return job
 
 
-def _leave_early(job: Job, environment: RankEnvironment, link: RankLink, signal: str) -> None:
+def _leave_early(job: Job, environment: RankEnvironment, link: RankLink, request: str) -> None:
     """The last word of a rank that a signal ends before the ranks have met. Nothing had been trained."""
-    message = f"{signal} on rank {environment.rank} before the first step"
+    message = f"{request} on rank {environment.rank} before the first step"
     write_outcome(job.output_dir, Outcome("stopped", 0, environment.master_port, environment.rank, message))
     link.left_early(message)
 

@@ -359,21 +359,33 @@ def test_a_stop_during_the_check_says_so(tmp_path: Path, number: signal.Signals)
     assert done.returncode == 3 and "while no rank was running" in done.stderr
 
 
-def test_a_stop_while_the_launch_is_being_imported_is_one(tmp_path: Path) -> None:
-    """As by a batch system that ends a job in its first second: no traceback, no other code."""
-    launch = str(ROOT / "pipeline" / "cluster" / "launch.py")
+def interrupt_an_import(number: signal.Signals, module: str, script: str, *arguments: str) -> list[str]:
+    """A command that runs a script of the project, and gets a signal when it imports that module."""
+    path = str(ROOT / "pipeline" / script)
     code = (
         "import os, runpy, sys\n"
         "class Late:\n"
         "    def find_spec(self, name, *_):\n"
-        f"        name == 'pipeline.check' and os.kill(os.getpid(), {int(signal.SIGTERM)})\n"
+        f"        name == {module!r} and os.kill(os.getpid(), {int(number)})\n"
         "sys.meta_path.insert(0, Late())\n"
-        f"sys.argv = [{launch!r}]\n"
-        f"runpy.run_path({launch!r}, run_name='__main__')\n"
+        f"sys.argv = {[path, *arguments]!r}\n"
+        f"runpy.run_path({path!r}, run_name='__main__')\n"
     )
-    line = [sys.executable, "-c", code]
+    return [sys.executable, "-c", code]
+
+
+def test_a_stop_while_the_launch_is_being_imported_is_one(tmp_path: Path) -> None:
+    """As by a batch system that ends a job in its first second: no traceback, no other code."""
+    line = interrupt_an_import(signal.SIGTERM, "pipeline.check", "cluster/launch.py")
     done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stderr) == (3, "Stopped by SIGTERM before anything was started.\n")
+
+
+def test_an_interrupted_rank_that_does_not_listen_yet_prints_no_traceback(tmp_path: Path) -> None:
+    """Its guard and the launch say what there is to say."""
+    line = interrupt_an_import(signal.SIGINT, "pipeline.checkpoints.resume", "pretrain.py", "--guarded=x")
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
 def test_handlers_are_put_back(tmp_path: Path) -> None:

@@ -38,13 +38,26 @@ class NotDelivered(Exception):
 
 
 def deliver_key(hosts: Sequence[Host], way: Way, key: str, seconds: float = DELIVERY_SECONDS) -> str:
-    """Leave the key on every host, in parallel; the path of its file there.
+    """Leave the key on every host, in parallel; the path of its file there. No host keeps it where this
+    fails, or is interrupted.
 
     Raises:
         NotDelivered: some host does not have it.
     """
     path = f"{FOLDER}/{_BEGINNING}{secrets.token_hex(16)}"
     sessions: list[Session] = []
+    try:
+        _leave_key(hosts, way, key, path, sessions, seconds)
+    except BaseException:  # a request to stop included
+        withdraw_key(hosts[: len(sessions)], way, path, min(seconds, WITHDRAWAL_SECONDS))
+        raise
+    return path
+
+
+def _leave_key(
+    hosts: Sequence[Host], way: Way, key: str, path: str, sessions: list[Session], seconds: float
+) -> None:
+    """`sessions`: grows by one for each host that is asked."""
     try:
         for number, host in enumerate(hosts):
             names = {"folder": FOLDER, "beginning": _BEGINNING, "path": path, "mark": _MARK}
@@ -67,12 +80,11 @@ def deliver_key(hosts: Sequence[Host], way: Way, key: str, seconds: float = DELI
     ]
     if problems:
         raise NotDelivered("\n".join(problems))
-    return path
 
 
 def withdraw_key(hosts: Sequence[Host], way: Way, path: str, seconds: float = WITHDRAWAL_SECONDS) -> None:
     """Remove the key's file from every host that answers, in parallel."""
-    sessions = [Session(way(host, f"rm -f {path} && echo {_MARK}"), _MARK) for host in hosts]
+    sessions = [Session(way(host, f"rm -f {path} {path}.* && echo {_MARK}"), _MARK) for host in hosts]
     try:
         deadline = time.monotonic() + seconds
         for session in sessions:

@@ -12,7 +12,7 @@ import pytest
 from pipeline.cluster import key_delivery
 from pipeline.cluster.credential import read_key
 from pipeline.cluster.hostfile import Host
-from pipeline.cluster.hosts.session import local_command
+from pipeline.cluster.hosts.session import Session, local_command
 from pipeline.cluster.key_delivery import NotDelivered, deliver_key, withdraw_key
 
 HOSTS = (Host("h1", 2), Host("h2", 2), Host("h3", 2))
@@ -72,6 +72,21 @@ def test_hosts_without_it_are_named(folder: Path, monkeypatch: pytest.MonkeyPatc
     first, second = str(caught.value).splitlines()
     assert first.startswith("h2: ") and "{host}" not in first
     assert second.startswith("h3: the key of this start cannot be left in") and "missing" in second
+    assert list(folder.iterdir()) == []  # nor has the other host any more
+
+
+def test_a_request_to_stop_meanwhile_leaves_it_nowhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = Session.answer
+
+    def interrupted(session: Session, deadline: float) -> object:
+        assert answer(session, deadline) is not None and list(folder.iterdir())
+        monkeypatch.setattr(Session, "answer", answer)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Session, "answer", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        deliver_key(HOSTS, lambda host, script: local_command(script), "k")
+    assert list(folder.iterdir()) == []
 
 
 def test_a_host_that_does_not_answer_is_given_up(folder: Path) -> None:
