@@ -20,6 +20,7 @@ from pipeline.cluster.environment import environment_problems, examine_environme
 from pipeline.cluster.environment_table import environment_table
 from pipeline.cluster.fabric import run_fabric_test
 from pipeline.cluster.fabric_report import fabric_problems, fabric_tables
+from pipeline.cluster.fewer_hosts import separate_folders
 from pipeline.cluster.hosts.host_check import HostCheck, ask_job_hosts, way_to
 from pipeline.cluster.hosts.table import hosts_table
 from pipeline.cluster.launcher_options import (
@@ -145,6 +146,7 @@ def check_with_hosts(draft: Draft, launcher: LauncherOptions) -> tuple[Draft, Ho
     draft = check(draft.options, launcher, world=asked.world)
     found = asked.judge(checkpoint_bytes(draft.job) if draft.job is not None else 0)
     draft.problems += [each.problem for each in found.problems]
+    draft.problems += separate_folders(launcher, found.file_systems)
     if draft.errors:
         draft.job = None
     return draft, found

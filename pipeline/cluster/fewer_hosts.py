@@ -65,6 +65,19 @@ def plan_fewer(full: Job, usable: Sequence[Host], least: int, check: Check) -> P
     return problems
 
 
+def separate_folders(launcher: LauncherOptions, file_systems: Sequence[Sequence[str]]) -> list[Problem]:
+    """Known before the first start: on fewer hosts, a checkpoint whose parts lie on each could not be read.
+
+    Args:
+        file_systems: Hosts whose output folder is one file system, group by group.
+    """
+    if launcher.allow_fewer_hosts is None or not launcher.max_restarts or len(file_systems) < 2:
+        return []
+    rule = "each host has an output folder of its own, so that a restart without one cannot read a checkpoint"
+    remedy = "Give --output_dir a file system that all hosts share"
+    return [Problem("allow_fewer_hosts", launcher.allow_fewer_hosts, rule, remedy, "warning")]
+
+
 def same_step(full: Job, world_size: int) -> tuple[int, ...] | Problem:
     """(train batch, micro-batch, accumulation steps) of the same step on a smaller world; the micro-batch
     does not grow, because it has to fit the device."""

@@ -11,7 +11,15 @@ import pytest
 from pipeline.check import check
 from pipeline.cluster import campaign
 from pipeline.cluster.campaign import tell_how_to_go_on
-from pipeline.cluster.fewer_hosts import Plan, describe, describe_return, on_hosts, plan_fewer, same_step
+from pipeline.cluster.fewer_hosts import (
+    Plan,
+    describe,
+    describe_return,
+    on_hosts,
+    plan_fewer,
+    same_step,
+    separate_folders,
+)
 from pipeline.cluster.hostfile import Host, read_hostfile
 from pipeline.cluster.launcher_options import LauncherOptions, launcher_problems
 from pipeline.cluster.restarts import RestartPolicy, resuming
@@ -207,6 +215,20 @@ def test_too_few_hosts_or_too_large_a_replica_are_refused(tmp_path: Path) -> Non
     stages = full(tmp_path, pipeline={"stages": 4}, train_batch_size=8)
     assert "4 that hold one replica" in same_step(stages, 2).rule
     assert isinstance(plan_fewer(stages, HOSTS[:1], 1, lambda *_: pytest.fail("no replica")), list)
+
+
+@pytest.mark.parametrize(
+    ("given", "groups", "warns"),
+    [
+        ({"allow_fewer_hosts": 1, "max_restarts": 2}, [["h1"], ["h2"]], True),
+        ({"allow_fewer_hosts": 1, "max_restarts": 2}, [["h1", "h2"]], False),
+        ({"allow_fewer_hosts": 1}, [["h1"], ["h2"]], False),
+        ({"max_restarts": 2}, [["h1"], ["h2"]], False),
+    ],
+)
+def test_folders_that_a_restart_on_fewer_hosts_could_not_read_are_told(given, groups, warns: bool) -> None:
+    problems = separate_folders(LauncherOptions(**given), groups)
+    assert [(each.key, each.severity) for each in problems] == [("allow_fewer_hosts", "warning")] * warns
 
 
 def test_hosts_that_are_used_again_are_named(tmp_path: Path) -> None:

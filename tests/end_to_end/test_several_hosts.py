@@ -94,9 +94,12 @@ def test_disks_of_their_own_and_a_full_one(make_hosts, curve: list[float]) -> No
     assert weights[0] == weights[1] and weights[2] == weights[3]  # two replicas of each stage
 
     other = workshop.config("replicas")
-    refused = hosts.run("h0", [*start, *arguments(other, 48)], JOB_SECONDS, cwd=PROJECT)
+    fewer = ["--max_restarts", "1", "--allow_fewer_hosts", "2"]
+    refused = hosts.run("h0", [*start, *fewer, *arguments(other, 48)], JOB_SECONDS, cwd=PROJECT)
     assert refused.returncode == 2
-    assert "each of its hosts holds a part" in " ".join((refused.stdout + refused.stderr).split())
+    said = " ".join((refused.stdout + refused.stderr).split())
+    assert "warning: allow_fewer_hosts = 2: each host has an output folder of its own" in said
+    assert "each of its hosts holds a part" in said
 
     def outcomes(rank: int) -> set[str]:
         """On every host; the logs of all ranks are on the first."""

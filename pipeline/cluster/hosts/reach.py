@@ -75,7 +75,7 @@ _CAUSES = (
     ),
     (
         r"No route to host|Network is unreachable",
-        Failure("no route", "no network leads to it", "Is it switched on, and its address right?"),
+        Failure("no route", "no network leads to it", "See that it is switched on, and its address right"),
     ),
     (
         r"Connection refused",

@@ -41,7 +41,7 @@ def _nearest(check: Check, survey: Survey) -> Iterator[Wrong]:
         for name, found in nearest.items():
             if len(found) < len(deepest):
                 rule = f"the nearest folder that exists there is {found}, and {deepest} elsewhere"
-                yield Wrong(name, path, rule, "Is a file system not mounted on {host}?", "warning")
+                yield Wrong(name, path, rule, "See whether a file system is not mounted on {host}", "warning")
 
 
 def _show_folders(found: dict[str, Any]) -> str:
