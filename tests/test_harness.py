@@ -118,6 +118,7 @@ def test_a_hang_ends_in_time_with_every_stack():
     assert "in wait_for_godot" in str(failure.value)
 
 
+@pytest.mark.slow
 def test_stacks_are_shown_though_the_signal_is_taken():
     with pytest.raises(RankFailure, match="in wait_for_godot"):
         run_ranks(hang_without_stacks_signal, 1, timeout=1)
@@ -192,6 +193,7 @@ def test_a_reserved_port_serves_listeners_and_nobody_else():
         store.listen()
 
 
+@pytest.mark.slow
 def test_collectives_without_a_time_limit_of_their_own_get_the_group_timeout():
     with pytest.raises(RankFailure, match=r"(?i)timed out"):
         run_ranks(wait_in_subgroup, 2, group_timeout=2)
@@ -227,6 +229,7 @@ def test_nothing_is_left_after_a_return():
     assert alive(run_ranks(leave_children, 1, "return")[0]) == []
 
 
+@pytest.mark.slow
 def test_nothing_is_left_after_a_hang():
     with pytest.raises(RankFailure) as failure:
         run_ranks(leave_children, 1, "hang", timeout=2)
@@ -278,6 +281,7 @@ def wait_until(condition, seconds: float) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_the_harness_goes_on_after_its_server_is_lost():
     run_ranks(all_reduce_rank, 1)
     harness.stop_server()
@@ -404,6 +408,7 @@ def test_a_job_that_raises_fails_on_every_rank(fake_pretrain: Path):
     assert "ValueError: told to fail" in result.stderr[1]
 
 
+@pytest.mark.slow
 def test_a_job_that_hangs_is_a_failure_with_stacks(fake_pretrain: Path):
     with pytest.raises(RankFailure, match="in barrier"):
         run_job(["--hang"], 2, timeout=3)

@@ -20,6 +20,7 @@ PROJECT = Path(__file__).resolve().parents[1]
 SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=1"]
 
 
+@pytest.mark.slow
 def test_each_is_a_host_of_its_own(hosts: Hosts) -> None:
     for name in ("h0", "h1", "h2"):
         script = "hostname; echo $HOME; getent hosts $(hostname); ls /dev/shm | wc -l; touch /dev/shm/mine"
@@ -64,6 +65,7 @@ MESSAGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TROUBLES)
 def test_ssh_fails_as_it_is_told_to_and_works_again(hosts: Hosts, kind: str) -> None:
     command = [*SSH, "h2", "true"]
@@ -103,6 +105,7 @@ def test_disks_of_their_own_fill_alone_and_outlive_a_crash(make_hosts) -> None:
     assert hosts.run("h2", [*SSH, "h1", "true"], timeout=10).returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("power_loss", [False, True])
 def test_peers_of_a_crashed_host(make_hosts, power_loss: bool) -> None:
     hosts = make_hosts(2)

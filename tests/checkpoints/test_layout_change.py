@@ -175,6 +175,7 @@ def weights_are_not_refreshed(*_: Any) -> None:
     layout_change.refresh_weights = lambda engine: None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "pair"),
     [

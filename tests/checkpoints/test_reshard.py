@@ -69,6 +69,7 @@ def target(folder: Path, layout: str, **options: str) -> list[str]:
     return ["--world_size", str(find(layout).ranks), *command]
 
 
+@pytest.mark.slow
 def test_the_result_is_a_complete_checkpoint_of_the_target_layout(source: Path, tmp_path: Path):
     made = tmp_path / "made"
     assert run_ranks(reshard.main, 1, [str(source), str(made), *target(tmp_path, "pp2 tp2")]) == [0]
@@ -96,6 +97,7 @@ def test_the_options_of_the_run_are_those_of_its_run_file(source: Path, tmp_path
     assert read_checkpoint(made).layout["data"] == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["pp2", "tp2", "dp2 zero3", "bf16 dp2 zero2"])
 def test_a_result_is_converted_again(layout: str, source: Path, tmp_path: Path):
     for first, second in ((saved(source, BEFORE), tmp_path / "a"), (tmp_path / "a", tmp_path / "b")):
@@ -108,6 +110,7 @@ def test_a_result_is_converted_again(layout: str, source: Path, tmp_path: Path):
 UNIVERSAL = ("dp2 zero1", "pp2 zero1", "tp2 zero1", "dp2 zero2", "tp2 zero2", "bf16 dp2 zero1", "dp2 zero3")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", UNIVERSAL)
 def test_deepspeed_loads_it_by_itself(layout: str, runs: Runs, tmp_path: Path):
     first = saved(runs.trained("tp2 zero3", BEFORE), BEFORE)
@@ -263,6 +266,7 @@ def convert_the_rest(job: Job, folder: Path) -> tuple[int, int]:
     return before, len(counts)
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_by_the_largest_parameter(tmp_path: Path):
     job = invented_job(tmp_path, num_layers=4, hidden_size=512, ffn_hidden_size=2048, head_dim=128)
     sizes = {name: torch.Size(cut.full_shape).numel() * 4 for name, cut in parameter_cuts(job.model).items()}

@@ -166,6 +166,7 @@ def check_environment(**environ: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_this_machine_can_train() -> None:
     done = check_environment(DS_ACCELERATOR="cpu")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -183,6 +184,7 @@ def test_a_torch_that_does_not_work_is_told(tmp_path: Path, monkeypatch: pytest.
     assert "This machine cannot train as it is." in done.stdout
 
 
+@pytest.mark.slow
 def test_the_answer_of_torch_is_what_is_judged() -> None:
     command = [sys.executable, "-m", "pipeline.training.device_rates"]
     done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=120, check=True)

@@ -160,6 +160,7 @@ def test_ranks_get_the_rendezvous_that_is_free_where_rank_0_is(start: Start) -> 
     assert port > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "message", "text"),
     [
@@ -186,6 +187,7 @@ def test_the_first_rank_that_fails_is_named(start: Start, fault: str, message: s
     assert json.loads((start.folder / "outcome.json").read_text())["rank"] == 1
 
 
+@pytest.mark.slow
 def test_a_refusal_is_no_failure_and_is_said_once(start: Start) -> None:
     start.all("100", "0.1", "1:1:refuse", "2:1:refuse")
     verdict = start.verdict()
@@ -194,6 +196,7 @@ def test_a_refusal_is_no_failure_and_is_said_once(start: Start) -> None:
     assert sum("lacks a file" in line for line in start.said) == 1
 
 
+@pytest.mark.slow
 def test_every_rank_stops_when_it_is_asked_to_and_leaves_with_its_code(start: Start) -> None:
     start.all("1000", "0.05")
     start.ranks()

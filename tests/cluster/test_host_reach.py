@@ -91,6 +91,7 @@ def test_a_program_that_ends_says_how() -> None:
     assert talk.close().return_code == 7
 
 
+@pytest.mark.slow
 def test_a_program_that_does_not_end_is_killed_with_its_children() -> None:
     talk = session("sleep 61.5 & sleep 61.5; echo")
     assert talk.answer(time.monotonic() + 0.1) is None
@@ -139,6 +140,7 @@ def test_a_host_without_this_python_takes_another_and_says_so(tmp_path: Path) ->
     assert path != sys.executable and Path(path).name.startswith("python3")
 
 
+@pytest.mark.slow
 def test_one_silent_host_keeps_nobody(tmp_path: Path) -> None:
     began = time.monotonic()
     values = Question(str(tmp_path), str(tmp_path), folders=(str(tmp_path),))

@@ -96,6 +96,7 @@ def other_file(hosts: Hosts, package: str, name: str) -> None:
     hosts.replace_file("h2", path, path.read_text().replace(distribution.version, "0.1"))
 
 
+@pytest.mark.slow
 def test_what_differs_on_a_host_is_named(make_hosts) -> None:
     hosts = make_hosts(2)
     hosts.replace_file("h2", SETTINGS, SETTINGS.read_text() + "\n# changed\n")
@@ -130,6 +131,7 @@ def test_what_differs_on_a_host_is_named(make_hosts) -> None:
         assert text in shown, shown
 
 
+@pytest.mark.slow
 def test_separate_disks_and_a_full_one(make_hosts) -> None:
     hosts = make_hosts(2, shared=False, disk=64 * 2**20)
     code, shown = check(hosts)
@@ -166,6 +168,7 @@ def test_names_that_only_ssh_knows(make_hosts) -> None:
     assert "rendezvous listens on" in shown and "ok" in shown
 
 
+@pytest.mark.slow
 def test_slurm_needs_no_ssh(make_hosts) -> None:
     if reason := why_no_slurm():
         pytest.skip(reason)

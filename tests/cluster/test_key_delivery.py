@@ -89,6 +89,7 @@ def test_a_request_to_stop_meanwhile_leaves_it_nowhere(folder: Path, monkeypatch
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_host_that_does_not_answer_is_given_up(folder: Path) -> None:
     began = time.monotonic()
     with pytest.raises(NotDelivered, match="h1: "):

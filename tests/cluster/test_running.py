@@ -86,6 +86,7 @@ def test_a_start_in_the_folder_of_a_running_job_starts_nothing(
     assert check.main(arguments) == 0
 
 
+@pytest.mark.slow
 def test_a_rank_that_comes_too_late_for_the_check_is_refused_and_says_why(tmp_path: Path) -> None:
     command = [sys.executable, ROOT / "pipeline" / "pretrain.py", "--output_dir", tmp_path]
     environment = os.environ | {"DS_ACCELERATOR": "cpu"}

@@ -45,6 +45,7 @@ def state(shop: Workshop, run: str) -> dict[str, Any]:
     return json.loads((shop.latest(run) / "manifest.json").read_text())["state"]
 
 
+@pytest.mark.slow
 def test_a_blend_stopped_and_resumed_is_the_run_that_was_not(tmp_path: Path) -> None:
     """14 steps of 24 samples: at the stop after 9, one source is in its second epoch, at the end both are."""
     shop = Workshop(tmp_path)

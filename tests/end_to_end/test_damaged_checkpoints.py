@@ -25,6 +25,7 @@ def flat(text: str) -> str:
     return " ".join(text.split())
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_costs_one_interval_and_no_step_of_the_metrics(shop: Workshop):
     arguments = shop.arguments("run", shop.config(), "--save_interval", "2", steps=6)
     run_job(arguments, 2).check()
@@ -59,6 +60,7 @@ def test_a_file_that_would_run_something_ends_the_start_on_every_rank(shop: Work
     assert not witness.exists()
 
 
+@pytest.mark.slow
 def test_old_checkpoints_go_and_new_settings_are_told(shop: Workshop):
     arguments = shop.arguments("run", shop.config(), "--save_interval", "1", "--keep_last", "1", steps=3)
     run_job(arguments, 2).check()

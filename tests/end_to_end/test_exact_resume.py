@@ -111,6 +111,7 @@ def test_stopped_and_resumed_is_equal_to_the_last_bit(case: Case, tmp_path: Path
     assert run_ranks(differing_files, 1, shop.latest("whole"), shop.latest("parts")) == [[]]
 
 
+@pytest.mark.slow
 def test_saving_in_the_background_changes_no_bit(tmp_path: Path):
     """Every file of every checkpoint, and the run itself."""
     shop = Workshop(tmp_path)
@@ -129,6 +130,7 @@ def test_saving_in_the_background_changes_no_bit(tmp_path: Path):
         assert (one / path).read_bytes() == (other / path).read_bytes(), path
 
 
+@pytest.mark.slow
 def test_a_longer_run_continues_a_finished_one(tmp_path: Path):
     shop = Workshop(tmp_path)
     config = shop.config(**zero(2))

@@ -29,6 +29,7 @@ def shop(tmp_path: Path) -> Workshop:
     return Workshop(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [

@@ -88,6 +88,7 @@ def test_run_file_holds_the_job(alone: Report):
     assert saved["train_steps"] == STEPS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.slow if ranks > 2 else ()) for name, (ranks, _) in LAYOUTS.items()],

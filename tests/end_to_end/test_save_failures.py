@@ -97,6 +97,7 @@ def slow_steps(_: list[str], rank: int, seconds: float, after: Callable[[int], N
     TrainEngine.train_step = slow
 
 
+@pytest.mark.slow
 def test_a_time_limit_counts_from_the_launch_and_is_kept(shop: Workshop):
     begin = time.time()
     arguments = shop.arguments("run", shop.config(), "--time_limit", "60", steps=10_000)
@@ -121,6 +122,7 @@ class Touch:
             self.path.touch()
 
 
+@pytest.mark.slow
 def test_a_stop_file_stops_and_is_gone_for_the_next_start(shop: Workshop):
     arguments = shop.arguments("run", shop.config(), steps=4)
     touch = Touch(shop.folder / "run" / "STOP", 2)
@@ -184,6 +186,7 @@ def test_a_rank_that_waits_for_others_in_c_code_is_ended(shop: Workshop):
     assert shop.outcome("run")["status"] == "stopped"
 
 
+@pytest.mark.slow
 def test_a_resume_that_is_stopped_does_not_read_the_checkpoint(shop: Workshop):
     arguments = shop.arguments("run", shop.config(), steps=1)
     run_job(arguments, 2).check()

@@ -21,6 +21,7 @@ def shop(tmp_path: Path) -> Workshop:
     return Workshop(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_signal_during_start_up_stops_before_the_first_step(shop: Workshop):
     arguments = shop.arguments("run", shop.config(), steps=3)
     result = run_faulty_job(arguments, 2, signal_on_call, "pipeline.training.run:build_engine", 1, SIGTERM)
@@ -32,6 +33,7 @@ def test_a_signal_during_start_up_stops_before_the_first_step(shop: Workshop):
     assert [line["step"] for line in shop.steps("run")] == [1, 2, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "options"),
     [
@@ -51,6 +53,7 @@ def test_a_signal_during_a_save_stops_after_it(target: str, options: tuple, shop
     assert [line["step"] for line in shop.steps("run")] == [1, 2, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [{}, {"pipeline": {"stages": 2}}], ids=["plain", "pipeline"])
 def test_an_evaluation_is_given_up_for_a_stop_and_done_by_the_next_start(config: dict, shop: Workshop):
     """The signal comes between its parts: all ranks stop there, and nothing of it is reported."""
@@ -72,6 +75,7 @@ def test_an_evaluation_is_given_up_for_a_stop_and_done_by_the_next_start(config:
     assert run_ranks(differing_files, 1, shop.latest("whole"), shop.latest("parts")) == [[]]
 
 
+@pytest.mark.slow
 def test_a_signal_at_the_last_step_stops_before_the_last_evaluation(shop: Workshop):
     arguments = shop.arguments("run", shop.config(), steps=2)
     result = run_faulty_job(arguments, 2, signal_after_step, 2, 0, SIGTERM)
@@ -89,6 +93,7 @@ def test_a_signal_at_the_last_step_lets_a_run_without_evaluation_finish(shop: Wo
     assert shop.outcome("run")["status"] == "finished"
 
 
+@pytest.mark.slow
 def test_the_console_says_how_to_resume(shop: Workshop):
     arguments = shop.arguments("run", shop.config(), steps=3)
     result = run_faulty_job(arguments, 1, signal_after_step, 1, 0, signal.SIGINT)
@@ -102,6 +107,7 @@ def test_the_console_says_how_to_resume(shop: Workshop):
     assert [line["step"] for line in shop.steps("run")] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_finished_run_started_again_trains_nothing(shop: Workshop):
     arguments = shop.arguments("run", shop.config(), "--sample_tokens", "5")
     first = run_job(arguments, 2).check()
@@ -124,6 +130,7 @@ def test_fewer_steps_than_done_leave_the_run_alone(shop: Workshop):
     assert shop.latest("run").name == "global_step3"
 
 
+@pytest.mark.slow
 def test_resume_of_a_named_checkpoint_in_another_folder(shop: Workshop):
     config = shop.config()
     run_job(shop.arguments("run", config, "--save_interval", "2", steps=4), 2).check()
@@ -136,6 +143,7 @@ def test_resume_of_a_named_checkpoint_in_another_folder(shop: Workshop):
     assert run_ranks(differing_files, 1, shop.latest("run"), shop.latest("other")) == [[]]
 
 
+@pytest.mark.slow
 def test_a_stop_before_a_named_checkpoint_is_read_does_not_lose_it(shop: Workshop):
     """The next start, which names none, must not begin at step 0, nor where the run was before."""
     config = shop.config()
@@ -157,6 +165,7 @@ def test_a_stop_before_a_named_checkpoint_is_read_does_not_lose_it(shop: Worksho
         assert f"resumed from {path}" in run_job(arguments, 2).check().stdout[0]
 
 
+@pytest.mark.slow
 def test_going_back_to_an_earlier_checkpoint_replaces_the_later_one(shop: Workshop):
     arguments = shop.arguments("run", shop.config(), "--save_interval", "2", steps=4)
     run_job(arguments, 2).check()
@@ -171,6 +180,7 @@ def test_going_back_to_an_earlier_checkpoint_replaces_the_later_one(shop: Worksh
     assert "stale.pt" not in json.loads((later / "manifest.json").read_text(encoding="utf-8"))["files"]
 
 
+@pytest.mark.slow
 def test_a_crash_in_the_middle_of_a_save_costs_nothing_saved_before(shop: Workshop):
     arguments = shop.arguments("run", shop.config(), "--save_interval", "2", steps=4)
     run_job(arguments, 2).check()

@@ -57,6 +57,7 @@ def digests(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_export_import_export_gives_the_same_bytes(dtype: str, base: Path, tmp_path: Path):
     shape = ("--dtype", dtype, "--max_shard_size", "50KB")

@@ -41,6 +41,7 @@ def text(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_greedy_text_is_that_of_whole_forward_passes(base: Path, capsys: pytest.CaptureFixture[str]):
     """The cache changes nothing: each token is the likeliest after all before it."""
     tokens = list(PROMPT.encode())

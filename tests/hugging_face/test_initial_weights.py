@@ -321,6 +321,7 @@ def agree(fingerprints: list[str]) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_hosts_with_other_weights_are_refused_on_all_ranks():
     assert run_ranks(agree, 2, ["ab" * 32, "ab" * 32]) == ["", ""]
     said = "ranks [1] see other files of weights than rank 0: give every host the same folder"

@@ -77,6 +77,7 @@ def check(layout: str, kinds: tuple[str, ...], folders: dict[str, Path], tmp_pat
         assert torch.equal(logits_of_transformers(out, TOKENS), expected), kind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "kind"), [("tp2", "llama"), ("dp2 zero3", "gpt2")])
 def test_in_and_out(layout: str, kind: str, folders: dict[str, Path], tmp_path: Path):
     check(layout, (kind,), folders, tmp_path)
@@ -132,6 +133,7 @@ def _reads(job: Job, parallel: Parallel) -> tuple[int, int, int]:
     return count, most, largest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp2", "dp2 zero3", "pp2"])
 def test_no_rank_holds_the_whole_model(layout: str, folders: dict[str, Path], tmp_path: Path):
     kinds = ("untied gpt2", "llama")
@@ -140,7 +142,8 @@ def test_no_rank_holds_the_whole_model(layout: str, folders: dict[str, Path], tm
         total = sum(values.numel() for values in _state(folders[kind]).values())
         counts = [count for count, _, _ in found]
         if layout == "dp2 zero3":  # one layer's weight and bias, then they are divided
-            assert all(most <= 1.1 * largest < total / 3 for _, most, largest in found)
+            # A thread that has just sent a smaller one may still hold it.
+            assert all(most <= 1.4 * largest < total / 3 for _, most, largest in found)
         else:  # tensor ranks both have the norms
             assert total <= sum(counts) < 1.05 * total
             assert max(counts) < 0.65 * total
@@ -185,6 +188,7 @@ def take_the_other_slice() -> None:
     FolderWeights.part = lambda self, name, cut, parts, index: part(self, name, cut, parts, 1 - index)  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "kind", "layout"),
     [

@@ -170,6 +170,7 @@ def check(case: Case, folder: Path) -> None:
     assert replica_differences(runs) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FAST, ids=lambda case: case.id)
 def test_layout_trains_as_documents_alone(case: Case, tmp_path: Path):
     check(case, tmp_path)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
+
 from pipeline import pretrain
 from tests.harness import run_ranks
 
 OPTIONS = ("--model", "tiny", "--seq_length", "16", "--train_steps", "1", "--sample_tokens", "0")
 
 
+@pytest.mark.slow
 def test_no_rank_leaves_before_the_outcome_is_written(tmp_path: Path):
     """The exit code 3 of the first to leave makes launchers end the others at once."""
     (tmp_path / "text.txt").write_text("what is read, and read again. " * 100, encoding="utf-8")

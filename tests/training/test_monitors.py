@@ -95,6 +95,7 @@ def table(path: Path) -> tuple[list[str], dict[int, float]]:
     return header, {int(step): float(value) for step, value in rows}
 
 
+@pytest.mark.slow
 def test_csv_has_one_header_and_one_row_per_step(folder):
     files = folder / "run/csv_monitor/job"
     assert {path.name for path in files.iterdir()} == {f"train_{n}.csv" for n in NAMES} | {

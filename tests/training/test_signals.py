@@ -87,6 +87,7 @@ def test_other_ranks_stop_silently():
     assert (process.returncode, out, err) == (3, "SIGTERM\n", "")
 
 
+@pytest.mark.slow
 def test_the_launchers_sigterm_after_ctrl_c_changes_nothing():
     with started(SLOW) as process:
         process.send_signal(signal.SIGINT)
@@ -98,6 +99,7 @@ def test_the_launchers_sigterm_after_ctrl_c_changes_nothing():
     assert err.count("stopping") == 1
 
 
+@pytest.mark.slow
 def test_one_ctrl_c_that_arrives_twice_is_one():
     with started(SLOW) as process:
         process.send_signal(signal.SIGINT)
