@@ -17,6 +17,7 @@ from pipeline.cluster.ticket import Ticket
 from pipeline.cluster.wire import Connection, Message
 
 _CONNECT_SECONDS = 5.0
+_LOOK_SECONDS = 1.0
 _RETRY_SECONDS = 1.0
 # A first message is short.
 _LONGEST_REFUSAL = 10_000
@@ -96,7 +97,9 @@ class Contact:
                 time.sleep(_RETRY_SECONDS)
 
     def _connect(self, port: int) -> None:
-        stream = socket.create_connection((self._address, port), timeout=_CONNECT_SECONDS)
+        # Where the rank runs already, its output and its signals are not to wait for long.
+        seconds = _LOOK_SECONDS if self._is_direct else _CONNECT_SECONDS
+        stream = socket.create_connection((self._address, port), timeout=seconds)
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._is_direct and leads_to_another_user(stream, os.geteuid()):
             stream.close()

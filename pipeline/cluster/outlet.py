@@ -13,6 +13,8 @@ from pathlib import Path
 
 # Bytes that wait; more are dropped, oldest first.
 MAX_WAITING = 4 * 2**20
+# A longer line is cut.
+MAX_LINE = 2**16
 _CONTROL_SEQUENCE = re.compile(rb"\x1b\[([0-?]*)[ -/]*([@-~])")
 
 
@@ -106,6 +108,12 @@ class PlainLines:
     def feed(self, data: bytes) -> bytes:
         """The lines that `data` completes."""
         *lines, self._line = (self._line + data).split(b"\n")
+        if len(self._line) > MAX_LINE:
+            # A progress bar draws over itself for days without completing a line.
+            self._line = self._line[self._line.rstrip(b"\r").rfind(b"\r") + 1 :]
+        if len(self._line) > MAX_LINE:
+            lines.append(self._line)
+            self._line = b""
         return b"".join(self._plain(line) + b"\n" for line in lines)
 
     def rest(self) -> bytes:

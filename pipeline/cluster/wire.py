@@ -61,9 +61,9 @@ class Connection:
         self._most = MAX_MESSAGE
 
     @property
-    def unsent(self) -> bool:
-        """Whether `flush` has something to do."""
-        return bool(self._unsent) and not self.closed
+    def unsent(self) -> int:
+        """Bytes that the other end has not taken yet."""
+        return len(self._unsent)
 
     def send(self, **message: Any) -> None:
         """Send a message, now or with a later `flush`; to a closed connection nothing is sent."""

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.cluster import door
+from pipeline.cluster import hub as hub_module
 from pipeline.cluster.contact import Contact
 from pipeline.cluster.credential import (
     forget_key,
@@ -159,6 +160,25 @@ def test_only_rank_0_says_where_the_logs_are(hub: Hub, tmp_path: Path) -> None:
         guard.sendall(b'{"is": "saved", "step": 7}\n{"is": "progress", "phase": "training", "step": 3}\n')
         until(hub, lambda: hub.roster.step == 3)
         assert hub._logs is None and hub.roster.saved is None
+
+
+def test_logs_of_very_many_ranks_do_not_cut_rank_0_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "MAX_UNSENT", 4 * 2**20)
+    hub = Hub(HubSettings(2, KEY, TIMEOUT, None), lambda _: None)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.closing(hub))
+        first = stack.enter_context(contextlib.closing(connect(hub)))  # reads nothing
+        other = stack.enter_context(contextlib.closing(connect(hub)))
+        for stream, rank in ((first, 0), (other, 1)):
+            stream.sendall(hello(rank=rank, port=1))
+            until(hub, lambda rank=rank: rank in hub.roster.states)
+        other.setblocking(True)
+        log = json.dumps({"is": "log", "text": "x" * 2**20}).encode() + b"\n"
+        thread = threading.Thread(target=lambda: other.sendall(20 * log), daemon=True)
+        thread.start()
+        until(hub, lambda: not thread.is_alive(), 20)
+        assert hub.roster.failures == []
+        assert hub._guards[0].unsent < 4 * 2**20
 
 
 @pytest.mark.parametrize(

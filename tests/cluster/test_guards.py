@@ -21,7 +21,7 @@ import pytest
 from pipeline.cluster.credential import introduce
 from pipeline.cluster.hub import Hub
 from pipeline.cluster.hub_settings import HubSettings
-from pipeline.cluster.outlet import Outlet, PlainLines, Tail
+from pipeline.cluster.outlet import MAX_LINE, Outlet, PlainLines, Tail
 from pipeline.cluster.rank_output import KEPT_STARTS, RankOutput, forget_old_starts
 from pipeline.cluster.roster import Verdict
 from pipeline.cluster.ticket import Ticket, encode
@@ -471,6 +471,19 @@ def test_logs_have_lines_without_the_drawing_of_a_terminal() -> None:
     assert lines.feed(b" 2\r\n") == b"step 2\n"
     lines.feed(b"\x1b[2K\rlast")
     assert lines.rest() == b"last\n"
+
+
+def test_a_line_that_never_ends_does_not_grow() -> None:
+    """A progress bar without line ends, and bytes without any sense."""
+    bar = PlainLines()
+    for step in range(10_000):
+        assert bar.feed(f"\r{step:,} of many {'#' * 50}".encode()) == b""
+    assert len(bar._line) < MAX_LINE + 100
+    assert bar.feed(b"\r\x1b[2Kdone\n") == b"done\n"
+    noise = PlainLines()
+    fed = b"".join(noise.feed(b"x" * 1000) for _ in range(200))
+    assert len(noise._line) < MAX_LINE + 1000
+    assert (fed + noise.rest()).replace(b"\n", b"") == b"x" * 200_000
 
 
 def test_the_last_bytes_of_a_stream() -> None:
