@@ -30,7 +30,6 @@ from pipeline.job.problems import EXIT_WRONG_JOB
 LOGS_FOLDER = "logs"
 # After a first report, others may come in that were first.
 SETTLE_SECONDS = 1.0
-_LONGEST_NAME = 256
 _SAME_WORLD = "give every host the same hostfile and the same options for it"
 # Between the question for the ranks' stacks and the end.
 STACKS_SECONDS = 3.0
@@ -169,7 +168,7 @@ class Hub:
         if not self._door.is_guard(connection, hello):
             self._door.refuse(connection, "this is another job's launch")
             return
-        name, size = str(hello.get("host"))[:_LONGEST_NAME], self._settings.world_size
+        name, size = str(hello.get("host"))[:256], self._settings.world_size
         if "wrong_world" in hello:  # it says that it cannot be one of them
             self._door.drop(connection)
             self._refuse_job(str(hello["wrong_world"]))
@@ -279,12 +278,11 @@ class Hub:
     def _gather(self, rank: int, text: str) -> None:
         """A log goes to the first host. A thousand may come at once: what would keep rank 0's guard from its
         own word stays where it is, and that guard says which have not come."""
-        if 0 in self._guards and self._guards[0].unsent > MAX_UNSENT // 4:
-            return
-        if 0 in self._guards and 0 not in self.roster.lost:
-            self._guards[0].send(do="keep", rank=rank, text=text)
-        else:
+        first = self._guards.get(0)
+        if first is None or 0 in self.roster.lost:
             self._homeless.add(rank)
+        elif first.unsent < MAX_UNSENT // 4:
+            first.send(do="keep", rank=rank, text=text)
 
     def _lose(self, state: RankState, message: str) -> None:
         state.gone = True
