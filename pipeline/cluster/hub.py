@@ -276,8 +276,7 @@ class Hub:
         self._fail(Failure(kind, state.rank, state.step, what, message["tail"], time.monotonic()))
 
     def _gather(self, rank: int, text: str) -> None:
-        """A log goes to the first host. A thousand may come at once: what would keep rank 0's guard from its
-        own word stays where it is, and that guard says which have not come."""
+        """A log goes to the first host, while that takes them: its guard has to say its own word, too."""
         first = self._guards.get(0)
         if first is None or 0 in self.roster.lost:
             self._homeless.add(rank)
