@@ -142,7 +142,9 @@ def prepare(options: Options, launcher: LauncherOptions, again: bool = False) ->
         # The hosts they concern are left out, so that they refuse nothing.
         print_problems(console(stderr=True), [replace(each, severity="warning") for each in draft.problems])
         return ready
-    if draft.job is None or (launcher.is_first_host and not again):
+    if again and draft.job is None:
+        print_problems(console(stderr=True), draft.problems)
+    elif not again and (draft.job is None or launcher.is_first_host):
         print_draft(draft, stderr=draft.job is None)
     return None if draft.job is None else Ready(draft.job, launcher)
 

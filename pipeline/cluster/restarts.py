@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from pipeline.cluster.roster import Failure, Verdict
 from pipeline.job.problems import EXIT_FAILED
+from pipeline.job.words import counted
 
 FIRST_DELAY = 5.0
 LONGEST_DELAY = 300.0
@@ -72,7 +73,8 @@ class RestartPolicy:
             )
         self._in_vain = 1 if progress else self._in_vain + 1
         if self._in_vain > self._max:
-            what = f"{self._max} restarts have brought no new checkpoint"
+            have = "has" if self._max == 1 else "have"
+            what = f"{counted(self._max, 'restart')} {have} brought no new checkpoint"
             return Decision(False, reason=f"not started again: {what}")
         delay = min(LONGEST_DELAY, FIRST_DELAY * 2 ** (self._in_vain - 1))
         return Decision(True, delay, f"restart {self._in_vain} of {self._max} since the last new checkpoint")

@@ -12,6 +12,7 @@ import pytest
 from pipeline.cluster import key_delivery
 from pipeline.cluster.credential import read_key
 from pipeline.cluster.hostfile import Host
+from pipeline.cluster.hosts import session
 from pipeline.cluster.hosts.session import Session, local_command
 from pipeline.cluster.key_delivery import NotDelivered, deliver_key, withdraw_key
 
@@ -21,6 +22,7 @@ HOSTS = (Host("h1", 2), Host("h2", 2), Host("h3", 2))
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(key_delivery, "FOLDER", str(tmp_path))
+    monkeypatch.setattr(session, "_GRACE_SECONDS", 0.3)
     return tmp_path
 
 
@@ -78,8 +80,8 @@ def test_hosts_without_it_are_named(folder: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_request_to_stop_meanwhile_leaves_it_nowhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = Session.answer
 
-    def interrupted(session: Session, deadline: float) -> object:
-        assert answer(session, deadline) is not None and list(folder.iterdir())
+    def interrupted(asked: Session, deadline: float) -> object:
+        assert answer(asked, deadline) is not None and list(folder.iterdir())
         monkeypatch.setattr(Session, "answer", answer)
         raise KeyboardInterrupt
 

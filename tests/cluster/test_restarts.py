@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -118,6 +119,15 @@ def test_a_stop_between_two_starts_is_a_stop(
         2
     ]
     assert said == ("To go on from the checkpoint of step 4: ./launch.sh\n" if saved else "")
+
+
+def test_a_restart_that_is_refused_says_only_why(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """The job has been described before the first start."""
+    wrong = replace(options(tmp_path), train_steps=0)
+    launcher = LauncherOptions(num_gpus=1)
+    assert campaign.prepare(wrong, launcher) is campaign.prepare(wrong, launcher, again=True) is None
+    first, second = re.split(r"This job cannot start: .*\n", capsys.readouterr().err)
+    assert first.startswith("World") and second.startswith("error: train_steps = 0: ")
 
 
 def test_a_stop_of_a_second_start_before_its_first_step_names_the_checkpoint_that_is_kept(
