@@ -78,7 +78,9 @@ class Machine:
         on_bridge = [*nsenter(outer, "-n"), "ip", "link"]
         # After a crash the kernel removes the old one in its own time.
         subprocess.run([*on_bridge, "delete", self.cable], check=False, capture_output=True)
-        peer = ["type", "veth", "peer", "name", "eth0", "netns", str(self.init)]
+        # Its own for ever, as a network card has it: the others may remember it.
+        card = f"02:00:00:00:01:{int(self.address.rpartition('.')[2]):02x}"
+        peer = ["type", "veth", "peer", "name", "eth0", "address", card, "netns", str(self.init)]
         subprocess.run([*on_bridge, "add", self.cable, *peer], check=True)
         subprocess.run([*on_bridge, "set", self.cable, "master", "br0", "up"], check=True)
 
