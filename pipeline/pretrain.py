@@ -111,7 +111,8 @@ def _train(job: Job, environment: RankEnvironment, stop: StopRequest, link: Rank
     from pipeline.training.quiet import quiet_deepspeed
 
     quiet_deepspeed(environment.rank, job.deepspeed_reports)
-    from pipeline.training.run import Ending, RunFailed, run
+    from pipeline.training.ending import Ending, RunFailed
+    from pipeline.training.run import run
 
     def outcome(ending: Ending) -> Outcome:
         return Outcome(ending.status, ending.step, environment.master_port, message=ending.message)

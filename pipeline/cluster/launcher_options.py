@@ -55,7 +55,15 @@ def launcher_parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
         description="Checks a training job, starts it with the deepspeed launcher, and tells how it ended.",
     )
-    add = parser.add_argument_group("launcher options").add_argument
+    group = parser.add_argument_group("launcher options")
+    _add_hosts(group)
+    _add_ways(group)
+    _add_times(group)
+    return parser
+
+
+def _add_hosts(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add("-H", "--hostfile", metavar="FILE", help="hosts and slots (default: this machine)")
     add("-i", "--include", metavar="HOST[:SLOT,..]@..", help="use only these")
     add("-e", "--exclude", metavar="HOST[:SLOT,..]@..", help="leave these out")
@@ -67,6 +75,11 @@ def launcher_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="use the first N GPUs of each host; without GPUs, start N ranks (default: 2)",
     )
+
+
+def _add_ways(group: argparse._ArgumentGroup) -> None:
+    """How hosts reach each other."""
+    add = group.add_argument
     add("--master_addr", metavar="HOST", help="address of the first host, as the others reach it")
     add("--master_port", type=int, metavar="PORT", help="port of the rendezvous (default: a free one)")
     add("--launcher", choices=LAUNCHERS, help="how other hosts are reached (default: pdsh)")
@@ -75,6 +88,12 @@ def launcher_parser() -> argparse.ArgumentParser:
     add("--no_ssh_check", action="store_true", help="do not go to the hosts for a check before the start")
     add("--no_ssh", action="store_true", help="start this host's ranks only; run the command on each host")
     add("--node_rank", type=int, metavar="N", help="with --no_ssh: this host's place in the hostfile")
+    add("--launch_addr", metavar="HOST", help="address of this machine, as the first host reaches it")
+
+
+def _add_times(group: argparse._ArgumentGroup) -> None:
+    """How long is waited, and what follows a failure."""
+    add = group.add_argument
     add(
         "--stop_timeout",
         type=float,
@@ -107,8 +126,6 @@ def launcher_parser() -> argparse.ArgumentParser:
         metavar="MIN",
         help="leave out hosts that fail their check, as long as MIN are left; a step stays what it was",
     )
-    add("--launch_addr", metavar="HOST", help="address of this machine, as the first host reaches it")
-    return parser
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[LauncherOptions, list[str]]:

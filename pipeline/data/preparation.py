@@ -7,9 +7,9 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -109,29 +109,35 @@ def write_tokens(
         OSError: the files cannot be written.
     """
     identity = cache_identity(corpus, tokenizer, rules)
-    dtype = token_dtype(tokenizer.vocab_size)
     finish_interrupted(prefix, identity)
     if (done := _finished(prefix, identity)) is not None:
         return done
+    encoder = Encoder(tokenizer, token_dtype(tokenizer.vocab_size), rules.text_field)
+    with _explained(prefix, workers), TokenWriter(prefix, encoder.dtype, identity) as writer:
+        if writer.resumed:
+            report(f"continuing after {writer.counts.documents:,} documents")
+        else:
+            for entry in corpus.skipped:
+                writer.counts.skip(entry.path, entry.reason)
+        try:
+            _write_all(writer, corpus, encoder, rules, workers, progress)
+            if not writer.counts.documents:
+                raise JobError([_no_document(corpus, writer.counts)])
+        except JobError:
+            writer.discard()
+            raise
+        writer.commit()
+        description = _description(corpus, tokenizer, rules, identity, encoder.dtype, writer.counts)
+        writer.finish(description)
+    report(f"tokenized {description['documents']:,} documents into {description['tokens']:,} tokens")
+    return description
+
+
+@contextmanager
+def _explained(prefix: str, workers: int) -> Iterator[None]:
+    """Inside, a full disk and a worker that was ended from outside become problems."""
     try:
-        with TokenWriter(prefix, dtype, identity) as writer:
-            if writer.resumed:
-                report(f"continuing after {writer.counts.documents:,} documents")
-            else:
-                for entry in corpus.skipped:
-                    writer.counts.skip(entry.path, entry.reason)
-            try:
-                _write_all(
-                    writer, corpus, Encoder(tokenizer, dtype, rules.text_field), rules, workers, progress
-                )
-                if not writer.counts.documents:
-                    raise JobError([_no_document(corpus, writer.counts)])
-            except JobError:
-                writer.discard()
-                raise
-            writer.commit()
-            description = _description(corpus, tokenizer, rules, identity, dtype, writer.counts)
-            writer.finish(description)
+        yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -142,8 +148,6 @@ def write_tokens(
         rule = "a worker process was ended from outside, perhaps for lack of memory; what is written is kept"
         remedy = "Start again, which continues; with fewer --workers if memory is short"
         raise JobError([Problem("workers", workers, rule, remedy)]) from error
-    report(f"tokenized {description['documents']:,} documents into {description['tokens']:,} tokens")
-    return description
 
 
 def _write_all(

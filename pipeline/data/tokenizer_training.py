@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from pipeline.data.corpus import Corpus
 from pipeline.data.encoding import BadRecord, text_of
@@ -39,6 +40,23 @@ def train_tokenizer(
     Raises:
         JobError: too small a size, no text, a bad record, or another tokenizer in `folder`.
     """
+    _check(corpus, vocab_size)
+    note = {"inputs": cache_identity(corpus, ByteTokenizer(), rules), "vocab_size": vocab_size}
+    if _is_trained(folder, note):
+        report(f"using the tokenizer that was trained before, {folder}")
+        return load_tokenizer(str(folder))
+    report(f"training a tokenizer of {vocab_size:,} ids on {corpus.name}")
+    text = _train(_batches(corpus, rules), vocab_size)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_note(folder, {**note, "finished": False})
+    write_tokenizer_folder(folder, text, END)
+    _write_note(folder, {**note, "finished": True})
+    tokenizer = load_tokenizer(str(folder))
+    report(f"trained {tokenizer.vocab_size:,} ids, saved as {folder}")
+    return tokenizer
+
+
+def _check(corpus: Corpus, vocab_size: int) -> None:
     if vocab_size < SMALLEST:
         rule = f"the 256 bytes and the end of a document are {SMALLEST} ids already"
         remedy = f"Train at least {SMALLEST + 1}, or use --tokenizer bytes"
@@ -46,26 +64,26 @@ def train_tokenizer(
     if not corpus.files:
         rule = "there is no text to train on, only token files"
         raise JobError([Problem("train_tokenizer", vocab_size, rule, "Give the text they were made from")])
-    note = {"inputs": cache_identity(corpus, ByteTokenizer(), rules), "vocab_size": vocab_size}
-    if folder.exists() and any(folder.iterdir()):
-        state = _noted(folder)
-        if state == {**note, "finished": True}:
-            report(f"using the tokenizer that was trained before, {folder}")
-            return load_tokenizer(str(folder))
-        if state != {**note, "finished": False}:
-            rule = "holds a tokenizer that was made from other inputs or options"
-            raise JobError([Problem("output", str(folder), rule, "Remove it, or use another PREFIX")])
-    report(f"training a tokenizer of {vocab_size:,} ids on {corpus.name}")
-    text = _train(_batches(corpus, rules), vocab_size)
-    folder.mkdir(parents=True, exist_ok=True)
+
+
+def _is_trained(folder: Path, note: dict[str, Any]) -> bool:
+    """Whether the tokenizer of that note is there; False where it was begun at most.
+
+    Raises:
+        JobError: another one is.
+    """
+    if not folder.exists() or not any(folder.iterdir()):
+        return False
+    state = _noted(folder)
+    if state not in ({**note, "finished": True}, {**note, "finished": False}):
+        rule = "holds a tokenizer that was made from other inputs or options"
+        raise JobError([Problem("output", str(folder), rule, "Remove it, or use another PREFIX")])
+    return state == {**note, "finished": True}
+
+
+def _write_note(folder: Path, note: dict[str, Any]) -> None:
     with replaced_atomically(folder / _NOTE) as file:
-        file.write(json.dumps({**note, "finished": False}).encode())
-    write_tokenizer_folder(folder, text, END)
-    with replaced_atomically(folder / _NOTE) as file:
-        file.write(json.dumps({**note, "finished": True}).encode())
-    tokenizer = load_tokenizer(str(folder))
-    report(f"trained {tokenizer.vocab_size:,} ids, saved as {folder}")
-    return tokenizer
+        file.write(json.dumps(note).encode())
 
 
 def _noted(folder: Path) -> object:

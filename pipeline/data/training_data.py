@@ -170,7 +170,15 @@ def load_data(
     training, named = [opened(spec) for spec in sources], [opened(spec) for spec in validation]
     if problems := _leaks(training, named):
         raise JobError(problems)
-    packer = _Packer(settings, cache_folder)
+    train, evaluation = _packed(training, named, _Packer(settings, cache_folder))
+    order = continue_blend(train, Progress.from_json(saved) if saved else None, position)
+    return TrainingData(tokenizer, tuple(training), order, tuple(evaluation))
+
+
+def _packed(
+    training: Sequence[OpenSource], named: Sequence[OpenSource], packer: _Packer
+) -> tuple[list[Source], list[EvalData]]:
+    """The training samples of each source; what is evaluated: held-out parts, then the named sets."""
     parts = [packer.split(each) for each in training]
     evaluation = [
         EvalData(each.spec.name if len(parts) > 1 else None, held_out)
@@ -178,9 +186,7 @@ def load_data(
         if held_out
     ]
     evaluation += [EvalData(each.spec.name, packer.whole(each), tuple(_aside(each))) for each in named]
-    progress = Progress.from_json(saved) if saved else None
-    order = continue_blend([source for source, _ in parts], progress, position)
-    return TrainingData(tokenizer, tuple(training), order, tuple(evaluation))
+    return [source for source, _ in parts], evaluation
 
 
 @dataclass(frozen=True)

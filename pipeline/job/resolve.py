@@ -236,25 +236,18 @@ def _check_folder(facts: Facts) -> None:
 
 
 def _assemble(facts: Facts, draft: Draft) -> Job:
-    options, config = facts.options, facts.config
-    model, batch = known(draft.model), known(draft.batch)
-    precision, steps = known(draft.precision), known(draft.train_steps)
-    output_dir = output_folder(options, model.name)
-    if options.output_dir is None:
-        draft.note("output_dir", output_dir, "the model's name")
-    clipping = config.get("gradient_clipping")
-    if clipping is None:
-        clipping = draft.note("gradient_clipping", 1.0, "default; 0 turns it off")
+    options, config, steps = facts.options, facts.config, known(draft.train_steps)
+    output_dir, clipping = _output_dir(facts, draft), _clipping(facts, draft)
     bucket = reduce_bucket(facts, known(draft.stages))
     if bucket is not None:
         draft.resolved.append(bucket)
-    eval_interval = options.eval_interval
-    if eval_interval is None:
-        eval_interval = draft.note("eval_interval", max(1, steps // 10), "a tenth of the run")
+    batch, precision = known(draft.batch), known(draft.precision)
+    bucket_size = bucket.value if bucket else None
+    passed = deepspeed_dict(config, batch, precision, clipping, bucket_size, options.log_interval)
     return Job(
         options=options,
         world=facts.world,
-        model=model,
+        model=known(draft.model),
         mesh=known(draft.mesh),
         batch=batch,
         precision=precision,
@@ -263,22 +256,32 @@ def _assemble(facts: Facts, draft: Draft) -> Job:
         stages=known(draft.stages),
         activation_checkpointing=config.get("activation_checkpointing.mode", "none"),
         train_steps=steps,
-        eval_interval=eval_interval,
+        eval_interval=_eval_interval(options, steps, draft),
         save_interval=options.save_interval or 0,
         schedule=known(draft.schedule),
-        gradient_clipping=float(clipping),
+        gradient_clipping=clipping,
         optimizer=known(draft.optimizer),
         output_dir=output_dir,
-        deepspeed=deepspeed_dict(
-            config,
-            batch,
-            precision,
-            float(clipping),
-            bucket.value if bucket else None,
-            options.log_interval,
-        ),
+        deepspeed=passed,
         monitors=resolved_monitors(config.values, output_dir),
         json=config.written,
         resolved=tuple(draft.resolved),
         problems=tuple(draft.problems),
     )
+
+
+def _output_dir(facts: Facts, draft: Draft) -> str:
+    folder = output_folder(facts.options, facts.model.name)
+    given = facts.options.output_dir is not None
+    return folder if given else draft.note("output_dir", folder, "the model's name")
+
+
+def _clipping(facts: Facts, draft: Draft) -> float:
+    given = facts.config.get("gradient_clipping")
+    return float(draft.note("gradient_clipping", 1.0, "default; 0 turns it off") if given is None else given)
+
+
+def _eval_interval(options: Options, steps: int, draft: Draft) -> int:
+    if options.eval_interval is not None:
+        return options.eval_interval
+    return draft.note("eval_interval", max(1, steps // 10), "a tenth of the run")

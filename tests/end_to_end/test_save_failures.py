@@ -160,7 +160,7 @@ def stop_early(_: list[str], rank: int, target: str, victims: tuple[int, ...], s
     before_call(target, signalled)
 
 
-@pytest.mark.parametrize("target", ["pipeline.pretrain:_read_job", "pipeline.training.run:load_data"])
+@pytest.mark.parametrize("target", ["pipeline.pretrain:_read_job", "pipeline.training.run_data:load_data"])
 def test_a_signal_before_the_ranks_have_met_ends_each_at_once(target: str, shop: Workshop):
     begin = time.monotonic()
     result = run_faulty_job(
@@ -177,7 +177,7 @@ def test_a_signal_before_the_ranks_have_met_ends_each_at_once(target: str, shop:
 
 def test_a_rank_that_waits_for_others_in_c_code_is_ended(shop: Workshop):
     """As in the rendezvous, which may wait for half an hour."""
-    target = "pipeline.training.run:start_distributed"
+    target = "pipeline.training.preparing:start_distributed"
     arguments = shop.arguments("run", shop.config())
     begin = time.monotonic()
     result = run_faulty_job(arguments, 2, stop_early, target, (0, 1), 20.0, timeout=30)

@@ -1,0 +1,45 @@
+"""How a start of a run ends, and how its user goes on from there. No torch."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Literal, NamedTuple
+
+from pipeline.job.job import Job
+
+
+class Ending(NamedTuple):
+    """How a run ended, with the steps done."""
+
+    status: Literal["finished", "stopped"]
+    step: int
+    message: str
+
+
+class RunFailed(Exception):
+    """Training ended with an error; says after which step.
+
+    Attributes:
+        error: What went wrong.
+        step: Optimizer steps done by then.
+    """
+
+    def __init__(self, error: Exception, step: int) -> None:
+        super().__init__(f"after step {step}: {error}")
+        self.error, self.step = error, step
+
+
+def resume_hint(job: Job) -> str:
+    """How a run that was stopped is resumed."""
+    return f"to resume: {_again(job)}"
+
+
+def go_on_hint(job: Job, done: int) -> str:
+    """How a run that has finished `done` steps is trained on."""
+    return f"to train on: {_again(job)} --train_steps {2 * done}"
+
+
+def _again(job: Job) -> str:
+    """The command that starts this run again, as a shell reads it."""
+    folder = job.output_dir
+    return shlex.join(["./launch.sh", "--config", f"{folder}/run.json", "--output_dir", folder])

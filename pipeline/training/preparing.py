@@ -1,0 +1,138 @@
+"""From a job to ranks that have met and know what they go on from: data, process groups, the checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+
+from pipeline.checkpoints.manifest import TrainState
+from pipeline.checkpoints.proof import Prover, agree_on_checkpoint
+from pipeline.checkpoints.select import Selection, select_checkpoint
+from pipeline.checkpoints.space import checkpoint_bytes
+from pipeline.cluster.rank_environment import RankEnvironment
+from pipeline.cluster.rank_link import RankLink
+from pipeline.data.remote_cache import RemoteCache
+from pipeline.data.training_data import TrainingData
+from pipeline.job.durations import parse_duration
+from pipeline.job.job import Job
+from pipeline.parallel.context import Parallel
+from pipeline.training.agreement import agree_on_start
+from pipeline.training.console import Console, make_console
+from pipeline.training.distributed import share_cores, start_distributed
+from pipeline.training.run_data import remote_cache, run_data
+from pipeline.training.signals import StopRequest
+from pipeline.training.stopping import StopFile, Stopping, TimeLimit
+
+STOP_FILE = "STOP"
+# What a host is taken to write in a second, until the first save has been measured.
+WRITE_RATE = 500e6
+# How long a collective waits for other ranks: longer than the slowest save.
+GROUP_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a rank has in hand when it builds its engine.
+
+    Attributes:
+        selection: What all ranks go on from.
+        data: From the position of that checkpoint on.
+        remote: Keeps the local copies of remote data as long as it is open.
+        stopping: This rank's reasons to stop.
+        link: Hears how far the rank is.
+    """
+
+    job: Job
+    parallel: Parallel
+    selection: Selection
+    data: TrainingData
+    remote: RemoteCache
+    stopping: Stopping
+    console: Console
+    link: RankLink
+
+    @property
+    def state(self) -> TrainState:
+        """Where the run stands at the beginning."""
+        return _state(self.selection)
+
+
+def prepare(job: Job, environment: RankEnvironment, stop: StopRequest, link: RankLink) -> Prepared:
+    """Read the data, meet the other ranks, and agree with them on the checkpoint. Collective.
+
+    Raises:
+        JobError: the data cannot be used (found before ranks meet, on every rank alike), or no checkpoint.
+        StoppedEarly: a signal arrived before ranks met.
+    """
+    rank = environment.rank
+    selection = select_checkpoint(job)
+    console = _console(job, rank, selection)
+    stopping = _stopping(job, rank, stop)
+    step = _state(selection).step
+    link.progress("preparing data", step)
+    remote = remote_cache(job, console.message)
+    data = run_data(job, _state(selection), rank, console.message, remote)
+    link.progress("joining", step)
+    parallel = _meet(job, environment)
+    stop.ranks_met()
+    link.progress("preparing data", step)  # all of a checkpoint is read, as long as that takes
+    found, selection = selection, _agreed(job, environment, parallel, selection, console, stopping)
+    if selection.checkpoint != found.checkpoint:  # another one than the manifests alone had promised
+        console = _console(job, rank, selection)
+        data = run_data(job, _state(selection), rank, console.message, remote)
+    agree_on_start(parallel, data.fingerprint, _state(selection).step)
+    return Prepared(job, parallel, selection, data, remote, stopping, console, link)
+
+
+def _state(selection: Selection) -> TrainState:
+    return selection.checkpoint.state if selection.checkpoint else TrainState()
+
+
+def _console(job: Job, rank: int, selection: Selection) -> Console:
+    return make_console(
+        rank,
+        total_steps=job.train_steps,
+        log_interval=job.options.log_interval,
+        resume_step=_state(selection).step,
+    )
+
+
+def _stopping(job: Job, rank: int, signals: StopRequest) -> Stopping:
+    """What may stop the run: signals on every rank, the clock and the file on rank 0."""
+    options = job.options
+    if rank != 0:
+        return Stopping(signals)
+    limit = None
+    if options.time_limit is not None:
+        launch = options.started_at
+        launch = psutil.Process().create_time() if launch is None else launch
+        first_save = checkpoint_bytes(job) / len(job.world.hosts) / WRITE_RATE
+        limit = TimeLimit(parse_duration(options.time_limit), launch, first_save)
+    own = options.stop_file is None
+    path = Path(job.output_dir) / STOP_FILE if own else Path(options.stop_file)
+    return Stopping(signals, limit, StopFile(path, removed_when_obeyed=own))
+
+
+def _meet(job: Job, environment: RankEnvironment) -> Parallel:
+    """Join the process groups."""
+    if job.world.device == "cpu":
+        share_cores(environment.local_size)
+    start_distributed(job.world.device, environment.local_rank, GROUP_TIMEOUT)
+    return Parallel.create(job.mesh, GROUP_TIMEOUT)
+
+
+def _agreed(
+    job: Job,
+    environment: RankEnvironment,
+    parallel: Parallel,
+    found: Selection,
+    console: Console,
+    stopping: Stopping,
+) -> Selection:
+    """What all ranks go on from, proven by its digests."""
+    stopped = lambda: stopping.code() != 0  # noqa: E731
+    prover = Prover(parallel, environment.local_rank, job.options.allow_pickle, console.message, stopped)
+    return agree_on_checkpoint(job, found, prover)

@@ -1,0 +1,180 @@
+"""Training on one rank, once its engine stands where the run begins: the loop, and the last words."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from pipeline.checkpoints.planned import set_random_state
+from pipeline.checkpoints.saver import Saver
+from pipeline.data.evaluation import eval_batches
+from pipeline.data.loader import BatchLoader
+from pipeline.job.job import Job
+from pipeline.job.model_source import TOKENIZER_FOLDER
+from pipeline.job.words import counted
+from pipeline.training.best_losses import best_line
+from pipeline.training.console import evaluation_line
+from pipeline.training.devices import peak_tflops
+from pipeline.training.ending import Ending, go_on_hint, resume_hint
+from pipeline.training.engine import TrainEngine
+from pipeline.training.flops import training_flops_per_token
+from pipeline.training.loop import Abandoned, EvalSet, Loop, TrainingDiverged, evaluate
+from pipeline.training.metrics import EvalMetrics, MetricsFile, MetricsSink, Speedometer
+from pipeline.training.monitors import Monitors
+from pipeline.training.preparing import Prepared
+from pipeline.training.sample import sample_text
+from pipeline.training.sample_log import SampleLog
+from pipeline.training.saves import RunSaves
+
+METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
+
+
+class Sinks(NamedTuple):
+    """What takes rank 0's numbers; nothing on other ranks."""
+
+    files: Sequence[MetricsFile | SampleLog] = ()
+    monitors: Sequence[MetricsSink] = ()
+
+
+def train(engine: TrainEngine, prepared: Prepared) -> Ending:
+    """Loop, then the last words: held-out loss, a sample of text, how to go on. Collective.
+
+    Raises:
+        TrainingDiverged: the loss or gradient is not finite.
+        SaveFailed: what the run ends with could not be saved.
+    """
+    checkpoint = prepared.selection.checkpoint
+    with contextlib.ExitStack() as stack:
+        loader = stack.enter_context(_loader(prepared))
+        sinks = _sinks(prepared, stack)
+        saves = _saves(engine, prepared, sinks)
+        rank = prepared.parallel.rank
+        set_random_state(checkpoint.path if checkpoint else None, prepared.job.options.seed, rank)
+        loop = _loop(engine, prepared, loader, sinks, saves)
+        try:
+            status = loop.run()
+        except TrainingDiverged:
+            saves.settle()  # raised on every rank alike: what is being written may be the last good one
+            raise
+        done = loop.state.step
+        prepared.link.progress("finishing", done)
+        if status == "stopped":
+            stopped = f"stopped after step {done} of {prepared.job.train_steps} ({loop.stop_reason})"
+            prepared.console.message(f"{stopped}; {resume_hint(prepared.job)}")
+            return Ending("stopped", done, loop.stop_reason)
+        _last_words(loop, prepared)
+    return Ending("finished", done, "")
+
+
+def _loader(prepared: Prepared) -> BatchLoader:
+    job, here = prepared.job, prepared.parallel.coordinates
+    start = prepared.state.consumed_samples
+    return BatchLoader(prepared.data.train, job.batch, here.data, job.mesh.data, start=start)
+
+
+def _loop(
+    engine: TrainEngine, prepared: Prepared, loader: BatchLoader, sinks: Sinks, saves: RunSaves
+) -> Loop:
+    job, here = prepared.job, prepared.parallel.coordinates
+    share = (job.options.eval_samples, job.batch.micro_batch_size, here.data, job.mesh.data)
+    return Loop(
+        job=job,
+        parallel=prepared.parallel,
+        engine=engine,
+        loader=loader,
+        eval_sets=[
+            EvalSet(each.name, eval_batches(each.dataset, *share)) for each in prepared.data.evaluation
+        ],
+        sinks=() if prepared.parallel.rank else (*sinks.files, prepared.console, *sinks.monitors),
+        speedometer=_speedometer(job),
+        saves=saves,
+        stop_code=prepared.stopping.code,
+        note_step=prepared.stopping.note_step,
+        progress=prepared.link.progress,
+        state=prepared.state,
+    )
+
+
+def _last_words(loop: Loop, prepared: Prepared) -> None:
+    """What a run that has finished says."""
+    job, console, state = prepared.job, prepared.console, prepared.state
+    done = loop.state.step
+    if state.step >= job.train_steps and not state.evaluation_due:
+        console.message(f"the run had finished at step {done} before")
+        _evaluate_again(loop, prepared)
+    if line := best_line(loop.state.best_eval_loss):
+        console.message(line)
+    if job.options.sample_tokens > 0:
+        prompt, count = job.options.sample_prompt, job.options.sample_tokens
+        console.message(f"sample:\n{sample_text(loop.engine, job, prepared.data.tokenizer, prompt, count)}\n")
+    console.message(f"finished {counted(done, 'step')}; {go_on_hint(job, done)}")
+
+
+def _evaluate_again(loop: Loop, prepared: Prepared) -> None:
+    """Say the held-out losses of a run that had finished."""
+    for name, batches in loop.eval_sets:
+        found = evaluate(loop.engine, loop.parallel, batches)
+        assert not isinstance(found, Abandoned)
+        metrics = EvalMetrics(loop.state.step, found[0], name)
+        prepared.console.message(evaluation_line(metrics, prepared.job.train_steps))
+
+
+def _saves(engine: TrainEngine, prepared: Prepared, sinks: Sinks) -> RunSaves:
+    """What saves the run's checkpoints."""
+    options, console, data = prepared.job.options, prepared.console, prepared.data
+
+    def companions(folder: Path) -> None:
+        for file in sinks.files:
+            file.sync()  # the lines up to a checkpoint must outlive the host as it does
+        data.tokenizer.save(folder / TOKENIZER_FOLDER)  # so that a checkpoint can go elsewhere alone
+
+    return RunSaves(
+        Saver(
+            engine,
+            prepared.job,
+            in_background=options.async_save,
+            companions=companions,
+            say=console.message if prepared.parallel.rank == 0 else print,
+        ),
+        saved=prepared.state if prepared.selection.checkpoint else None,
+        on_failure="stop" if options.save_failure == "stop" else "continue",
+        with_progress=lambda state: replace(state, data=data.order.progress(state.consumed_samples)),
+        say=console.message,
+        note_seconds=prepared.stopping.note_save,
+        note_saved=prepared.link.saved,
+    )
+
+
+def _sinks(prepared: Prepared, stack: contextlib.ExitStack) -> Sinks:
+    """Rank 0's files and monitors, closed with the stack."""
+    if prepared.parallel.rank != 0:
+        return Sinks()
+    job, state, folder = prepared.job, prepared.state, Path(prepared.job.output_dir)
+    metrics = MetricsFile(folder / METRICS_FILE, state.step, evaluation_due=state.evaluation_due)
+    files: list[MetricsFile | SampleLog] = [stack.enter_context(metrics)]
+    if metrics.missing_steps:
+        missing = f"{METRICS_FILE} lacks {metrics.missing_steps} of the steps before this start"
+        prepared.console.message(missing)
+    if job.options.log_samples:
+        batch_size = job.batch.train_batch_size
+        files.append(SampleLog(folder / SAMPLES_FILE, prepared.data.train, batch_size, state))
+        stack.callback(files[-1].close)
+    if not job.monitors:
+        return Sinks(files)
+    monitors = Monitors(job.monitors, state.step)
+    stack.callback(monitors.close)
+    return Sinks(files, [monitors])
+
+
+def _speedometer(job: Job) -> Speedometer:
+    peak = peak_tflops(job.world.device_name, job.precision.compute)
+    return Speedometer(
+        tokens_per_step=job.batch.tokens_per_step,
+        flops_per_token=training_flops_per_token(job.model, job.batch.sequence_length),
+        num_devices=job.mesh.world_size,
+        peak_flops=peak * 1e12 if peak else None,
+    )
