@@ -19,10 +19,12 @@ from pipeline.hugging_face.safetensors_files import stored_tensors
 from pipeline.hugging_face.tensor_map import OUTPUT, TIED, Block, Entry, tensor_map
 from pipeline.hugging_face.weights import full_name
 from pipeline.job.model_config import ModelConfig
+from pipeline.job.problems import JobError, Problem
 from pipeline.parallel.parameters import Cut
 
 # Weights that were trained apart differ everywhere, so that a few places of each file tell.
 SAMPLES, SAMPLE_BYTES = 64, 4096
+NAN_REMEDY = "No training goes on from these weights: give those of an earlier moment, or of another model"
 
 
 class FolderWeights:
@@ -56,6 +58,7 @@ class FolderWeights:
         """Part `index` of `parts` of a parameter, in fp32; all of it where it is not cut.
 
         Raises:
+            JobError: values are infinite or no numbers.
             ValueError: the parameter has another shape here, or a tied output layer is no copy of the
                 embedding.
         """
@@ -97,6 +100,9 @@ class FolderWeights:
             values = stored[rows]
         else:
             values = stored[columns, rows].t() if entry.transposed else stored[rows, columns]
+        if not torch.isfinite(values).all():
+            rule = f"holds values in {name} that are infinite or no numbers"
+            raise JobError([Problem("model", str(file), rule, NAN_REMEDY)])
         return values.float().numpy()
 
     def _require_copy(self, entry: Entry, order: np.ndarray, values: np.ndarray) -> None:

@@ -75,9 +75,11 @@ def starts_anew(options: Options, folder: Path) -> bool:
     """Whether a run in `folder` begins at step 0, as far as names tell."""
     if options.resume == "auto":
         checkpoints = folder / CHECKPOINTS
-        return not is_folder(checkpoints) or not any(
-            CHECKPOINT_TAG.fullmatch(path.name) for path in checkpoints.iterdir()
-        )
+        try:
+            names = [path.name for path in checkpoints.iterdir()] if is_folder(checkpoints) else []
+        except OSError:
+            return False  # the choice of the checkpoint says that they cannot be listed
+        return not any(CHECKPOINT_TAG.fullmatch(name) for name in names)
     return options.resume == "never"
 
 

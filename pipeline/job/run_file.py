@@ -87,8 +87,14 @@ def _unusable(folder: Path) -> str | None:
 def restart_problems(folder: Path, resume: str) -> list[Problem]:
     """Why ``--resume never`` cannot start here: checkpoints of an earlier start would be overwritten."""
     checkpoints = folder / CHECKPOINTS
-    if resume != "never" or not is_folder(checkpoints) or not any(checkpoints.iterdir()):
+    if resume != "never" or not is_folder(checkpoints):
         return []
+    try:
+        if not any(checkpoints.iterdir()):
+            return []
+    except OSError as error:
+        rule = f"cannot be listed ({error.strerror}), and may hold checkpoints"
+        return [Problem("output_dir", str(checkpoints), rule, "See to its permissions")]
     rule = f"{checkpoints} holds checkpoints, and a new start would overwrite them"
     return [Problem("resume", resume, rule, "Use --resume auto, or another --output_dir")]
 

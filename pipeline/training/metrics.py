@@ -19,10 +19,12 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 from pipeline.training.atomic_file import replaced_atomically
 from pipeline.training.best_losses import Best
+
+METRICS_FILE = "metrics.jsonl"
 
 
 @dataclass(frozen=True)
@@ -171,14 +173,15 @@ class MetricsFile:
             the host crashed before `sync`: 0 unless something was lost.
 
     Raises:
-        ValueError: a line other than the last is not a metrics object, or a step comes twice.
+        ValueError: a line other than the last is not a metrics object, or a step comes twice;
+            `unusable_metrics` says it beforehand.
         OSError: the file cannot be read or written.
     """
 
     def __init__(self, path: str | Path, resume_step: int = 0, *, evaluation_due: bool = False) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._last: dict[str, int] = {}
+        self._order = _Order(self.path)
         last_evaluation = resume_step - 1 if evaluation_due else resume_step
         kept_steps = self._repair(resume_step, last_evaluation) if self.path.exists() else 0
         self.missing_steps = resume_step - kept_steps
@@ -216,7 +219,7 @@ class MetricsFile:
             self.close()
 
     def _append(self, kind: str, metrics: StepMetrics | EvalMetrics) -> None:
-        self._advance(kind, metrics.step)
+        self._order.advance(kind, metrics.step)
         self._waiting += to_json(metrics).encode() + b"\n"
         try:
             self._write()
@@ -233,37 +236,65 @@ class MetricsFile:
                 raise OSError(error.errno, error.strerror, str(self.path)) from error
             self._waiting = self._waiting[written:]
 
-    def _advance(self, kind: str, step: int) -> None:
-        last = self._last.get(kind, 0)
-        if step <= last:
-            raise ValueError(f"{self.path}: {kind} metrics of step {step} after those of {last}")
-        self._last[kind] = step
-
     def _repair(self, resume_step: int, last_evaluation: int) -> int:
         """Keep the objects of steps 1 .. resume_step, or last_evaluation; returns how many steps are kept."""
         kept_steps = 0
         with self.path.open("rb") as old, replaced_atomically(self.path) as new:
-            for line, record in self._records(old):
-                evaluation = "eval_loss" in record
-                if record["step"] <= (last_evaluation if evaluation else resume_step):
-                    kind = _kind(record.get("name")) if evaluation else "step"
-                    self._advance(kind, record["step"])
-                    kept_steps += kind == "step"
-                    new.write(line.rstrip(b"\r\n") + b"\n")
+            for line, kind in _kept(self.path, old, resume_step, last_evaluation, self._order):
+                kept_steps += kind == "step"
+                new.write(line.rstrip(b"\r\n") + b"\n")
         return kept_steps
 
-    def _records(self, lines: IO[bytes]) -> Iterator[tuple[bytes, dict]]:
-        """Each line with its object. Only the last line can be torn: it ends without a line end."""
-        for number, line in enumerate(lines, start=1):
-            try:
-                record = json.loads(line)
-                if not isinstance(record["step"], int):
-                    raise TypeError("'step' is not an integer")
-            except (ValueError, KeyError, TypeError) as error:
-                if not line.endswith(b"\n"):
-                    return
-                raise ValueError(
-                    f"{self.path}, line {number}: not a metrics object ({error}). "
-                    "Repair or move the file; the run does not need it to continue"
-                ) from error
-            yield line, record
+
+class _Order:
+    """The last step of each kind of metrics in a file, which later ones must come after."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._last: dict[str, int] = {}
+
+    def advance(self, kind: str, step: int) -> None:
+        last = self._last.get(kind, 0)
+        if step <= last:
+            raise ValueError(f"{self._path}: {kind} metrics of step {step} after those of {last}")
+        self._last[kind] = step
+
+
+def unusable_metrics(path: Path, resume_step: int, *, evaluation_due: bool = False) -> str | None:
+    """Why `MetricsFile` could not go on with the file at `path`; None if it can, or there is none."""
+    last_evaluation = resume_step - 1 if evaluation_due else resume_step
+    try:
+        with path.open("rb") as lines:
+            for _ in _kept(path, lines, resume_step, last_evaluation, _Order(path)):
+                pass
+    except FileNotFoundError:
+        return None
+    except (ValueError, OSError) as error:
+        return str(error)
+    return None
+
+
+def _kept(
+    path: Path, lines: IO[bytes], resume_step: int, last_evaluation: int, order: _Order
+) -> Iterator[tuple[bytes, str]]:
+    """The lines, each with its kind, up to the step that a run goes on from."""
+    for line, record in _records(path, lines):
+        evaluation = "eval_loss" in record
+        if record["step"] <= (last_evaluation if evaluation else resume_step):
+            kind = _kind(record.get("name")) if evaluation else "step"
+            order.advance(kind, record["step"])
+            yield line, kind
+
+
+def _records(path: Path, lines: IO[bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Each line with its object. Only the last line can be torn: it ends without a line end."""
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            if not isinstance(record["step"], int):
+                raise TypeError("'step' is not an integer")
+        except (ValueError, KeyError, TypeError) as error:
+            if not line.endswith(b"\n"):
+                return
+            raise ValueError(f"{path}, line {number}: not a metrics object ({error})") from error
+        yield line, record

@@ -18,10 +18,12 @@ from pipeline.data.remote_cache import RemoteCache
 from pipeline.data.training_data import TrainingData
 from pipeline.job.durations import parse_duration
 from pipeline.job.job import Job
+from pipeline.job.problems import JobError, Problem
 from pipeline.parallel.context import Parallel
 from pipeline.training.agreement import agree_on_start
 from pipeline.training.console import Console, make_console
 from pipeline.training.distributed import share_cores, start_distributed
+from pipeline.training.metrics import METRICS_FILE, unusable_metrics
 from pipeline.training.run_data import remote_cache, run_data
 from pipeline.training.signals import StopRequest
 from pipeline.training.stopping import StopFile, Stopping, TimeLimit
@@ -69,6 +71,8 @@ def prepare(job: Job, environment: RankEnvironment, stop: StopRequest, link: Ran
     """
     rank = environment.rank
     selection = select_checkpoint(job)
+    if rank == 0:
+        _require_usable_metrics(job, _state(selection))
     console = _console(job, rank, selection)
     stopping = _stopping(job, rank, stop)
     step = _state(selection).step
@@ -89,6 +93,14 @@ def prepare(job: Job, environment: RankEnvironment, stop: StopRequest, link: Ran
 
 def _state(selection: Selection) -> TrainState:
     return selection.checkpoint.state if selection.checkpoint else TrainState()
+
+
+def _require_usable_metrics(job: Job, state: TrainState) -> None:
+    """Raises JobError if the run's numbers so far are not what this pipeline wrote."""
+    path = Path(job.output_dir) / METRICS_FILE
+    if reason := unusable_metrics(path, state.step, evaluation_due=state.evaluation_due):
+        remedy = "Repair the line, or move the file away: the run does not need it to go on"
+        raise JobError([Problem("output_dir", str(path), f"cannot be continued: {reason}", remedy)])
 
 
 def _console(job: Job, rank: int, selection: Selection) -> Console:

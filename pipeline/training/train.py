@@ -22,14 +22,13 @@ from pipeline.training.ending import Ending, go_on_hint, resume_hint
 from pipeline.training.engine import TrainEngine
 from pipeline.training.flops import training_flops_per_token
 from pipeline.training.loop import Abandoned, EvalSet, Loop, TrainingDiverged, evaluate
-from pipeline.training.metrics import EvalMetrics, MetricsFile, MetricsSink, Speedometer
+from pipeline.training.metrics import METRICS_FILE, EvalMetrics, MetricsFile, MetricsSink, Speedometer
 from pipeline.training.monitors import Monitors
 from pipeline.training.preparing import Prepared
 from pipeline.training.sample import sample_text
 from pipeline.training.sample_log import SampleLog
 from pipeline.training.saves import RunSaves
 
-METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 
 

@@ -249,6 +249,22 @@ def test_a_damaged_checkpoint_is_refused(damage: str, shop: Workshop, capsys: py
     assert run_job(shop.arguments("run", shop.config()), 1).exit_codes == (2,)
 
 
+def test_numbers_that_somebody_changed_are_refused_before_a_step(shop: Workshop):
+    arguments = shop.arguments("run", shop.config(), steps=2)
+    run_job(arguments, 1).check()
+    path = shop.folder / "run" / "metrics.jsonl"
+    path.write_text("{}\n" + path.read_text(encoding="utf-8"), encoding="utf-8")
+    before = _contents(shop.folder / "run")
+    result = run_job([*arguments, "--train_steps", "3"], 1)
+    assert result.exit_codes == (2,)
+    said = flat(result.stderr[0])
+    assert "metrics.jsonl, line 1: not a metrics object" in said and "move the file away" in said
+    assert _contents(shop.folder / "run") == before
+    path.unlink()
+    run_job([*arguments, "--train_steps", "3"], 1).check()
+    assert [line["step"] for line in shop.steps("run")] == [3]
+
+
 def test_data_too_small_is_refused_by_every_rank_and_leaves_the_folder_free(shop: Workshop):
     """Only known once the text is tokens: the ranks find it, before they meet."""
     small = shop.folder / "small"

@@ -18,9 +18,11 @@ from pipeline.cluster.world import Host, World
 from pipeline.data.tokenizer import ByteTokenizer
 from pipeline.data.tokenizer_files import tokenizer_facts
 from pipeline.hugging_face.folder_weights import FolderWeights
+from pipeline.hugging_face.tensor_map import tensor_map
 from pipeline.hugging_face.weights import folder_weights_problems, initial_weights
 from pipeline.job.model_config import ModelConfig
 from pipeline.job.model_files import load_model
+from pipeline.job.problems import JobError
 from pipeline.job.resolve import Draft, examine
 from pipeline.parallel.context import Parallel
 from pipeline.parallel.mesh import Mesh
@@ -326,3 +328,26 @@ def test_hosts_with_other_weights_are_refused_on_all_ranks():
     assert run_ranks(agree, 2, ["ab" * 32, "ab" * 32]) == ["", ""]
     said = "ranks [1] see other files of weights than rank 0: give every host the same folder"
     assert run_ranks(agree, 2, ["ab" * 32, "cd" * 32]) == [said, said]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_no_numbers_are_refused_by_name(folder: Path, value: float):
+    """Only reading tells: the one who reads them does."""
+    name = "transformer.h.1.mlp.c_proj.weight"
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name][3] = value
+
+    rewrite(folder, spoil)
+    model = load_model(str(folder), "cpu")
+    shapes = {entry.name: entry.shape for entry in tensor_map(model)}
+    weights, refused = FolderWeights(folder, model), []
+    for parameter, shape in shapes.items():
+        try:
+            weights.part(parameter, Cut(shape, None), 1, 0)
+        except JobError as error:
+            (problem,) = error.problems
+            assert (problem.key, problem.value) == ("model", str(folder / "model.safetensors"))
+            assert f"holds values in {name}" in problem.rule
+            refused.append(parameter)
+    assert refused == ["3.mlp.down.weight"]

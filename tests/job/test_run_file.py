@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
+from pipeline.checkpoints.select import steps_in
 from pipeline.job.job import Job
+from pipeline.job.model_source import starts_anew
 from pipeline.job.options import parse_options
-from pipeline.job.run_file import write_run_file
+from pipeline.job.problems import JobError
+from pipeline.job.run_file import restart_problems, write_run_file
 from tests.job.drafts import draft, found, world
 
 
@@ -117,3 +120,27 @@ def test_a_folder_with_checkpoints_is_not_started_anew(tmp_path: Path) -> None:
     (problem,) = draft(tmp_path, {}, resume="never").problems
     assert problem.key == "resume" and "holds checkpoints" in problem.rule
     assert draft(tmp_path, {}).job is not None
+
+
+@pytest.mark.parametrize("resume", ["never", "auto"])
+def test_checkpoints_that_cannot_be_listed_are_no_new_start(
+    resume: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for a user who may not read them, which root never meets."""
+    checkpoints = tmp_path / "run" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    listed = Path.iterdir
+
+    def iterdir(path: Path) -> Any:
+        if path == checkpoints:
+            raise PermissionError(13, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    options = replace(parse_options(["--resume", resume]), output_dir=str(tmp_path / "run"))
+    assert starts_anew(options, tmp_path / "run") == (resume == "never")
+    problems = restart_problems(tmp_path / "run", resume)
+    assert [problem.key for problem in problems] == (["output_dir"] if resume == "never" else [])
+    assert all("cannot be listed (Permission denied)" in problem.rule for problem in problems)
+    with pytest.raises(JobError, match="cannot be listed"):
+        steps_in(checkpoints)
