@@ -12,6 +12,8 @@ from pipeline.job.problems import JobError, Problem
 from pipeline.job.run_file import identity
 from pipeline.job.run_settings import setting_changes
 
+PARTS_APART = "each of its hosts holds a part: copy all parts into one folder that every host sees"
+
 
 @dataclass(frozen=True)
 class Resumption:
@@ -96,6 +98,6 @@ def _unreadable(checkpoint: Checkpoint, job: Job) -> str | None:
     elif there["nvme"] or here["nvme"]:
         reason = "state on NVMe drives is not converted"
     elif any(size_of(checkpoint.path / name) is None for name in checkpoint.files):  # not shared
-        reason = "each of its hosts holds a part: copy all parts into one folder that every host sees"
+        reason = PARTS_APART
     changes = ", ".join(layout_changes(checkpoint, job))
     return reason and f"was saved in another layout ({changes}), and {reason}"

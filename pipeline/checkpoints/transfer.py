@@ -20,13 +20,16 @@ from pipeline.checkpoints.folder import (
 )
 from pipeline.checkpoints.layout_change import convert_checkpoint, same_shards
 from pipeline.checkpoints.lineage import Lineage, saved_lineage, write_lineage
+from pipeline.checkpoints.manifest import size_of
 from pipeline.checkpoints.planned import STATE_KEY
+from pipeline.checkpoints.resume import PARTS_APART
 from pipeline.checkpoints.saver import Saver
 from pipeline.checkpoints.select import lineage_after, named_by_latest
 from pipeline.checkpoints.shards import reads_own_shards
 from pipeline.checkpoints.stored import StoredState
 from pipeline.checkpoints.unpickling import restricted_loading
 from pipeline.job.job import Job
+from pipeline.job.problems import JobError, Problem
 from pipeline.job.run_file import CHECKPOINTS
 from pipeline.training.agreement import gather_objects, gather_rows
 from pipeline.training.engine import TrainEngine
@@ -50,6 +53,7 @@ def load_checkpoint(engine: TrainEngine, checkpoint: Checkpoint) -> TrainState:
     """Continue from a checkpoint; of another layout, its state is converted. Collective.
 
     Raises:
+        JobError: on every rank alike: it has to be converted, and hosts hold parts of it only.
         RuntimeError: DeepSpeed loaded nothing, or another step than the manifest names.
     """
     complete_hosts(engine.parallel, engine.deepspeed.local_rank, checkpoint)
@@ -58,6 +62,7 @@ def load_checkpoint(engine: TrainEngine, checkpoint: Checkpoint) -> TrainState:
     if stored is None or _fits(engine, checkpoint, stored):
         _load_own_shards(engine, checkpoint)
     else:
+        _require_every_part(engine, checkpoint)
         convert_checkpoint(engine, checkpoint, stored)
     state = checkpoint.state
     engine.step = state.step
@@ -66,6 +71,16 @@ def load_checkpoint(engine: TrainEngine, checkpoint: Checkpoint) -> TrainState:
         engine.deepspeed.optimizer.clip_grad = engine.job.gradient_clipping
     go_on_from(engine, checkpoint)
     return state
+
+
+def _require_every_part(engine: TrainEngine, checkpoint: Checkpoint) -> None:
+    """A change of the layout is refused before the start; one of offload or of the order in DeepSpeed's files
+    shows only when the engine is there."""
+    missing = [name for name in sorted(checkpoint.files) if size_of(checkpoint.path / name) is None]
+    if any(gather_objects(engine.parallel, missing)):
+        rule = f"was saved with other settings of offload or of DeepSpeed's buffers, and {PARTS_APART}"
+        remedy = "Do that, or resume with the settings it was saved with"
+        raise JobError([Problem("resume", str(checkpoint.path), rule, remedy)])
 
 
 def go_on_from(engine: TrainEngine, checkpoint: Checkpoint) -> None:

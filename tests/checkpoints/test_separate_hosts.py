@@ -14,6 +14,7 @@ from pipeline.checkpoints.proof import Prover, agree_on_checkpoint
 from pipeline.checkpoints.select import select_checkpoint
 from pipeline.checkpoints.transfer import load_checkpoint, save_checkpoint
 from pipeline.job.job import Job
+from pipeline.job.problems import JobError
 from pipeline.training.build import build_engine
 from pipeline.training.engine import TrainEngine
 from tests.checkpoints.small import job, start, train
@@ -65,3 +66,29 @@ def on_own_host(engine: TrainEngine) -> TrainEngine:
     """As if this rank were the only one of its host."""
     engine.deepspeed.local_rank = 0
     return engine
+
+
+def test_a_change_that_needs_the_parts_of_others_is_refused_on_every_rank(tmp_path: Path):
+    """Offload is no part of the layout, and changes what lies where in the files."""
+    saving, going_on = [], []
+    for host in ("host0", "host1"):
+        (tmp_path / host).mkdir()
+        saving.append(job(tmp_path / host, optimizer=ADAM, zero_optimization={"stage": 1}))
+        turned = {"stage": 1, "round_robin_gradients": True}
+        going_on.append(job(tmp_path / host, optimizer=ADAM, zero_optimization=turned))
+    refused = run_ranks(save_and_change, 2, saving, going_on)
+    assert all("each of its hosts holds a part" in said and "with the settings" in said for said in refused)
+    assert refused[0].replace("host0", "host1") == refused[1]
+
+
+def save_and_change(saving: list[Job], going_on: list[Job]) -> str:
+    rank = int(os.environ["RANK"])
+    engine = on_own_host(start(saving[rank]))
+    train(engine, 1)
+    save_checkpoint(engine, saving[rank], TrainState(step=1))
+    checkpoint = select_checkpoint(going_on[rank]).checkpoint
+    assert checkpoint is not None
+    engine = on_own_host(build_engine(going_on[rank], engine.parallel))
+    with pytest.raises(JobError) as refused:
+        load_checkpoint(engine, checkpoint)
+    return str(refused.value)
