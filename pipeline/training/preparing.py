@@ -25,6 +25,7 @@ from pipeline.training.console import Console, make_console
 from pipeline.training.distributed import share_cores, start_distributed
 from pipeline.training.metrics import METRICS_FILE, unusable_metrics
 from pipeline.training.run_data import remote_cache, run_data
+from pipeline.training.sample_log import SAMPLES_FILE, unusable_samples
 from pipeline.training.signals import StopRequest
 from pipeline.training.stopping import StopFile, Stopping, TimeLimit
 
@@ -72,7 +73,7 @@ def prepare(job: Job, environment: RankEnvironment, stop: StopRequest, link: Ran
     rank = environment.rank
     selection = select_checkpoint(job)
     if rank == 0:
-        _require_usable_metrics(job, _state(selection))
+        _require_usable_numbers(job, _state(selection))
     console = _console(job, rank, selection)
     stopping = _stopping(job, rank, stop)
     step = _state(selection).step
@@ -95,12 +96,21 @@ def _state(selection: Selection) -> TrainState:
     return selection.checkpoint.state if selection.checkpoint else TrainState()
 
 
-def _require_usable_metrics(job: Job, state: TrainState) -> None:
-    """Raises JobError if the run's numbers so far are not what this pipeline wrote."""
-    path = Path(job.output_dir) / METRICS_FILE
-    if reason := unusable_metrics(path, state.step, evaluation_due=state.evaluation_due):
-        remedy = "Repair the line, or move the file away: the run does not need it to go on"
-        raise JobError([Problem("output_dir", str(path), f"cannot be continued: {reason}", remedy)])
+def _require_usable_numbers(job: Job, state: TrainState) -> None:
+    """Raises JobError if what the run has written about its steps so far is no longer that."""
+    folder = Path(job.output_dir)
+    metrics, samples = folder / METRICS_FILE, folder / SAMPLES_FILE
+    found = {metrics: unusable_metrics(metrics, state.step, evaluation_due=state.evaluation_due)}
+    if job.options.log_samples:
+        found[samples] = unusable_samples(samples)
+    remedy = "Repair the line, or move the file away: the run does not need it to go on"
+    problems = [
+        Problem("output_dir", str(path), f"cannot be continued: {reason}", remedy)
+        for path, reason in found.items()
+        if reason
+    ]
+    if problems:
+        raise JobError(problems)
 
 
 def _console(job: Job, rank: int, selection: Selection) -> Console:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,8 @@ from pipeline.checkpoints.folder import TrainState
 from pipeline.data.blend import Blend
 from pipeline.training.atomic_file import replaced_atomically
 from pipeline.training.metrics import EvalMetrics, StepMetrics
+
+SAMPLES_FILE = "samples.jsonl"
 
 
 class SampleLog:
@@ -30,7 +33,8 @@ class SampleLog:
 
     Raises:
         OSError: the file cannot be read or written.
-        ValueError: a line other than the last is no object of this kind.
+        ValueError: a line other than the last is no object of this kind; `unusable_samples` says it
+            beforehand.
     """
 
     def __init__(self, path: Path, blend: Blend, batch_size: int, state: TrainState) -> None:
@@ -60,10 +64,33 @@ class SampleLog:
         self._file.close()
 
 
+def unusable_samples(path: Path) -> str | None:
+    """Why `SampleLog` could not go on with the file at `path`; None if it can, or there is none."""
+    try:
+        with path.open("rb") as lines:
+            for _ in _whole_lines(path, lines):
+                pass
+    except FileNotFoundError:
+        return None
+    except (ValueError, OSError) as error:
+        return str(error)
+    return None
+
+
 def _trim(path: Path, last_step: int) -> None:
     with path.open("rb") as old, replaced_atomically(path) as new:
-        for line in old:
-            if not line.endswith(b"\n"):
-                return
-            if json.loads(line)["step"] <= last_step:
+        for line, step in _whole_lines(path, old):
+            if step <= last_step:
                 new.write(line)
+
+
+def _whole_lines(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[bytes, int]]:
+    """Each line with its step. Only the last can be torn: it ends without a line end."""
+    for number, line in enumerate(lines, start=1):
+        if not line.endswith(b"\n"):
+            return
+        try:
+            step = int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}, line {number}: not the samples of a step ({error})") from error
+        yield line, step

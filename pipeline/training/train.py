@@ -26,10 +26,8 @@ from pipeline.training.metrics import METRICS_FILE, EvalMetrics, MetricsFile, Me
 from pipeline.training.monitors import Monitors
 from pipeline.training.preparing import Prepared
 from pipeline.training.sample import sample_text
-from pipeline.training.sample_log import SampleLog
+from pipeline.training.sample_log import SAMPLES_FILE, SampleLog
 from pipeline.training.saves import RunSaves
-
-SAMPLES_FILE = "samples.jsonl"
 
 
 class Sinks(NamedTuple):

@@ -250,17 +250,20 @@ def test_a_damaged_checkpoint_is_refused(damage: str, shop: Workshop, capsys: py
 
 
 def test_numbers_that_somebody_changed_are_refused_before_a_step(shop: Workshop):
-    arguments = shop.arguments("run", shop.config(), steps=2)
+    arguments = [*shop.arguments("run", shop.config(), steps=2), "--log_samples"]
     run_job(arguments, 1).check()
-    path = shop.folder / "run" / "metrics.jsonl"
-    path.write_text("{}\n" + path.read_text(encoding="utf-8"), encoding="utf-8")
+    path, samples = (shop.folder / "run" / name for name in ("metrics.jsonl", "samples.jsonl"))
+    for file in (path, samples):
+        file.write_text("{}\n" + file.read_text(encoding="utf-8"), encoding="utf-8")
     before = _contents(shop.folder / "run")
     result = run_job([*arguments, "--train_steps", "3"], 1)
     assert result.exit_codes == (2,)
     said = flat(result.stderr[0])
     assert "metrics.jsonl, line 1: not a metrics object" in said and "move the file away" in said
+    assert "samples.jsonl, line 1: not the samples of a step" in said
     assert _contents(shop.folder / "run") == before
     path.unlink()
+    samples.unlink()
     run_job([*arguments, "--train_steps", "3"], 1).check()
     assert [line["step"] for line in shop.steps("run")] == [3]
 
