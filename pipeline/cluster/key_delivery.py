@@ -23,12 +23,14 @@ WITHDRAWAL_SECONDS = 10.0
 FOLDER = "/tmp"
 _BEGINNING = ".launch_key_"
 _MARK = "KEY:"
-# Lines before the key are for start-up files of shells that ask something. Hosts may share the folder.
+# Lines before the key are for start-up files of shells that ask something. Hosts may share the folder. Each
+# writes a file whose name is drawn there: one made from the path, which is on a command line, could be
+# foreseen by another user, who would own the file.
 _SCRIPT = (
     "umask 077; find {folder} -maxdepth 1 -type f -user \"$(id -u)\" -name '{beginning}*' -mmin +1440 "
     "-exec rm -f {{}} + 2>/dev/null; while read -r line; do case $line in key=*) break;; esac; done; "
-    'case $line in key=*) printf %s "${{line#key=}}" >{path}.{number} && mv -f {path}.{number} {path} && '
-    "echo {mark};; *) false;; esac || exit 3; cat >/dev/null"
+    'case $line in key=*) own=$(mktemp {path}.XXXXXXXX) && printf %s "${{line#key=}}" >"$own" && '
+    'mv -f "$own" {path} && echo {mark};; *) false;; esac || exit 3; cat >/dev/null'
 )
 _NOT_WRITTEN = 3
 
@@ -59,9 +61,9 @@ def _leave_key(
 ) -> None:
     """`sessions`: grows by one for each host that is asked."""
     try:
-        for number, host in enumerate(hosts):
+        for host in hosts:
             names = {"folder": FOLDER, "beginning": _BEGINNING, "path": path, "mark": _MARK}
-            command = way(host, _SCRIPT.format(number=number, **names))
+            command = way(host, _SCRIPT.format(**names))
             try:
                 session = Session(command, _MARK)
             except FileNotFoundError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import time
@@ -39,6 +40,21 @@ def test_every_host_has_it_alone_and_no_command_line_does(folder: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert list(folder.iterdir()) == [path]
     assert len(scripts) == 3 and not any("the-key" in script for script in scripts)
+
+
+def test_a_file_that_another_user_has_made_beside_it_gets_no_key(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path is on a command line, so that names made from it can be foreseen."""
+    monkeypatch.setattr(key_delivery.secrets, "token_hex", lambda _: "seen")
+    foreseen = [folder / f".launch_key_seen{end}" for end in ("", ".0", ".1", ".2")]
+    with contextlib.ExitStack() as stack:
+        for each in foreseen:
+            each.touch()
+        traps = [stack.enter_context(each.open()) for each in foreseen]
+        path = deliver_key(HOSTS, lambda host, script: local_command(script), "the-key")
+        assert [trap.read() for trap in traps] == [""] * 4
+    assert read_key(path) == "the-key"
 
 
 def test_what_a_killed_start_left_is_removed_after_a_day(folder: Path) -> None:
