@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -129,9 +130,15 @@ def launch_address(world: World, options: LauncherOptions) -> str:
 
 
 def _ssh_address(name: str) -> str:
-    """The address that ssh's configuration has for a host."""
-    done = subprocess.run(
-        ["ssh", "-G", name], capture_output=True, text=True, timeout=_SSH_SECONDS, check=False
-    )
+    """The address that ssh's configuration has for a host.
+
+    Raises:
+        OSError: there is no ssh, or it does not say (its configuration may run commands).
+    """
+    command = ["ssh", "-G", name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SSH_SECONDS, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise OSError(f"{shlex.join(command)} takes more than {_SSH_SECONDS} s") from error
     found = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("hostname ")]
     return found[0] if found else name
