@@ -13,7 +13,7 @@ leave() {
     echo "Stopped before anything was started." >&2
     exit 3
 }
-trap leave INT TERM USR1
+trap leave INT TERM USR1 HUP
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 
@@ -45,12 +45,12 @@ find_python() {
 python=$(find_python)
 # Beside this shell, which would otherwise keep a request to stop until the set-up has ended.
 setup="" stopped="" code=0
-trap 'stopped=yes; [ -z "$setup" ] || kill -TERM "$setup" 2>/dev/null || true' INT TERM USR1
+trap 'stopped=yes; [ -z "$setup" ] || kill -TERM "$setup" 2>/dev/null || true' INT TERM USR1 HUP
 "$python" -I "$root/pipeline/cluster/install.py" "$root" &
 setup=$!
 [ -z "$stopped" ] || kill -TERM "$setup" 2>/dev/null || true
 wait "$setup" || code=$?
-trap leave INT TERM USR1
+trap leave INT TERM USR1 HUP
 if [ -n "$stopped" ]; then
     wait "$setup" || true # it ends what it has begun
     leave

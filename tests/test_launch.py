@@ -300,7 +300,7 @@ def test_a_second_signal_kills_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("with_hub", [False, True])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_stop_before_there_are_ranks_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture, with_hub: bool, number: signal.Signals
 ) -> None:
@@ -345,7 +345,7 @@ def test_a_rank_outside_the_checked_world_is_a_wrong_job(
     assert "the world that was checked has 2 ranks" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_stop_during_the_check_says_so(tmp_path: Path, number: signal.Signals) -> None:
     launch = str(ROOT / "pipeline" / "cluster" / "launch.py")
     code = (
@@ -449,7 +449,7 @@ def test_two_ranks_start_through_deepspeed(tmp_path: Path, drive, hostfile: bool
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_ends_every_rank_in_seconds(tmp_path: Path, drive, number: signal.Signals) -> None:
     process = drive("--num_gpus", "2", steps=6000)
     ranks = wait_for_ranks(tmp_path, 2)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from types import FrameType
 
 from pipeline.job.problems import EXIT_STOPPED
 
-REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 def take_early_stops() -> None:
@@ -21,5 +22,6 @@ def take_early_stops() -> None:
 
 def _leave(number: int, _frame: FrameType | None) -> None:
     # Not an exception, which would come out of the middle of an import.
-    os.write(2, f"Stopped by {signal.Signals(number).name} before anything was started.\n".encode())
+    with contextlib.suppress(OSError):  # of a terminal that has hung up
+        os.write(2, f"Stopped by {signal.Signals(number).name} before anything was started.\n".encode())
     os._exit(EXIT_STOPPED)
