@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,12 @@ from tests.hosts.fixtures import hosts, make_hosts
 __all__ = ["hosts", "make_hosts"]
 
 LONGEST_CALLS_SHOWN = 5
+
+
+def pytest_configure() -> None:
+    # A shell's background job ignores it, and so would everything that tests start and then interrupt.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
