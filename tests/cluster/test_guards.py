@@ -378,8 +378,8 @@ def test_without_a_launch_hosts_of_two_worlds_are_a_wrong_job(start: Start) -> N
     direct = {"address": "", "port": 0, "key_file": "", "hosts": ()}
     for rank, size in ((0, 2), (1, 3)):
         here = {"WORLD_SIZE": size, "LOCAL_RANK": 0, "LOCAL_SIZE": 1, "MASTER_ADDR": socket.gethostname()}
-        start.guard(rank, "1000", "0.05", elsewhere=here, **direct)
-    assert [guard.wait(30) for guard in start.guards] == [2, 2]
+        start.guard(rank, "2000", "0.05", elsewhere=here, **direct)
+    assert [guard.wait(90) for guard in start.guards] == [2, 2]
     said = (
         f"error: {socket.gethostname()} was started for 3 ranks, and rank 0 for 2; give every host the same"
     )
