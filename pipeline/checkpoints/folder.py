@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pipeline.checkpoints.lineage import LINEAGE
 from pipeline.checkpoints.manifest import (
     CHOOSE_ANOTHER,
     MANIFEST,
@@ -30,7 +31,7 @@ from pipeline.checkpoints.manifest import (
 )
 from pipeline.checkpoints.resume import layout_changes, resume_problems
 from pipeline.checkpoints.select import LATEST, find_checkpoint, select_checkpoint
-from pipeline.training.atomic_file import remove_tree, replaced_atomically, sync_folder
+from pipeline.training.atomic_file import remove_tree, remove_unfinished, replaced_atomically, sync_folder
 
 __all__ = [
     "CHOOSE_ANOTHER",
@@ -70,6 +71,8 @@ def remove_partial(folder: Path) -> None:
     for pattern in (f"global_step*{PARTIAL}*", f"global_step*{DELETED}"):
         for path in folder.glob(pattern):
             remove_tree(path)
+    for name in (LATEST, LINEAGE):
+        remove_unfinished(folder / name)
 
 
 def publish(partial: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 from collections.abc import Iterator
@@ -28,6 +29,14 @@ def replaced_atomically(path: Path) -> Iterator[IO[bytes]]:
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+def remove_unfinished(path: Path) -> None:
+    """Remove what processes that were killed while they replaced `path` have left beside it; for the only
+    process that replaces it."""
+    for temporary in path.parent.glob(f"{glob.escape(path.name)}.tmp*"):
+        if temporary.name.removeprefix(f"{path.name}.tmp").isdecimal():
+            temporary.unlink(missing_ok=True)
 
 
 def remove_tree(path: Path) -> None:

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from pipeline.training.atomic_file import replaced_atomically
+from pipeline.training.atomic_file import remove_unfinished, replaced_atomically
 from pipeline.training.best_losses import Best
 
 METRICS_FILE = "metrics.jsonl"
@@ -181,6 +181,7 @@ class MetricsFile:
     def __init__(self, path: str | Path, resume_step: int = 0, *, evaluation_due: bool = False) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        remove_unfinished(self.path)
         self._order = _Order(self.path)
         last_evaluation = resume_step - 1 if evaluation_due else resume_step
         kept_steps = self._repair(resume_step, last_evaluation) if self.path.exists() else 0

@@ -16,7 +16,7 @@ import numpy as np
 
 from pipeline.checkpoints.folder import TrainState
 from pipeline.data.blend import Blend
-from pipeline.training.atomic_file import replaced_atomically
+from pipeline.training.atomic_file import remove_unfinished, replaced_atomically
 from pipeline.training.metrics import EvalMetrics, StepMetrics
 
 SAMPLES_FILE = "samples.jsonl"
@@ -39,6 +39,7 @@ class SampleLog:
 
     def __init__(self, path: Path, blend: Blend, batch_size: int, state: TrainState) -> None:
         self._blend, self._batch_size, self._start = blend, batch_size, state
+        remove_unfinished(path)
         if path.exists():
             _trim(path, state.step)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -170,7 +170,7 @@ class KilledRun:
             for key in ("loss", "grad_norm"):
                 difference = abs(mine[key] - theirs[key])
                 assert difference <= 1e-5 * abs(theirs[key]), (key, mine, theirs)
-        assert leftovers(self.checkpoints) == []
+        assert leftovers(self.checkpoints) == [], leftovers(self.checkpoints)
         self.report.step = last
 
     def _arguments(self, layout: Layout, steps: int, *more: str, run: str = "killed") -> list[str]:

@@ -134,6 +134,13 @@ def test_zeros_that_a_host_crash_leaves_at_the_end_are_dropped(tmp_path):
     assert [record["step"] for record in read(path)] == [1, 2, 3, 4]
 
 
+def test_what_a_killed_start_left_beside_it_goes(tmp_path):
+    (tmp_path / "metrics.jsonl.tmp12").write_bytes(b"half")
+    (tmp_path / "metrics.jsonl.tmpfile").write_bytes(b"somebody's")
+    write(tmp_path / "metrics.jsonl", range(1, 3))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "metrics.jsonl.tmpfile"]
+
+
 def test_lost_lines_are_counted(tmp_path):
     write(tmp_path / "metrics.jsonl", range(1, 4))
     assert write(tmp_path / "metrics.jsonl", range(7, 8), resume_step=6).missing_steps == 3
