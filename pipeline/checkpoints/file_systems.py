@@ -6,6 +6,7 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.checkpoints.folder import SEEN
 from pipeline.parallel.context import Parallel
 from pipeline.parallel.mesh import Mesh
 from pipeline.training.agreement import gather_objects
@@ -58,7 +59,7 @@ def find_file_systems(parallel: Parallel, folder: Path, local_rank: int) -> File
     firsts = [local == 0 for local in gather_objects(parallel, local_rank)]
     hosts = tuple(sum(firsts[: rank + 1]) - 1 for rank in range(len(firsts)))
     token = gather_objects(parallel, secrets.token_hex(8))[0]
-    names = {rank: f".seen-{token}-{rank}" for rank, first in enumerate(firsts) if first}
+    names = {rank: f"{SEEN}{token}-{rank}" for rank, first in enumerate(firsts) if first}
     own = folder / names[parallel.rank] if parallel.rank in names else None
     failure = None
     try:

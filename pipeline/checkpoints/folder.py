@@ -58,6 +58,7 @@ __all__ = [
 
 PARTIAL = ".partial"
 DELETED = ".deleted"
+SEEN = ".seen-"  # begins the names of files by which a start finds out who shares the folder
 
 
 def tag_of(step: int) -> str:
@@ -68,7 +69,7 @@ def tag_of(step: int) -> str:
 def remove_partial(folder: Path) -> None:
     """Remove what crashes in the middle of a save or of a removal have left; for one rank, before any rank
     writes."""
-    for pattern in (f"global_step*{PARTIAL}*", f"global_step*{DELETED}"):
+    for pattern in (f"global_step*{PARTIAL}*", f"global_step*{DELETED}", f"{SEEN}*"):
         for path in folder.glob(pattern):
             remove_tree(path)
     for name in (LATEST, LINEAGE):

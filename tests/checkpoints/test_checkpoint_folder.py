@@ -178,7 +178,7 @@ def test_publishing_replaces_the_whole_folder(tmp_path: Path):
 def test_only_leftovers_of_crashes_are_removed(tmp_path: Path):
     for name in ("global_step1", "global_step2.partial", "global_step2.partial.replaced"):
         (tmp_path / name / "sub").mkdir(parents=True)
-    for name in ("latest", "latest.tmp7", "lineage.json.tmp8", "latest.tmpl"):
+    for name in (".seen-e8b7-0", "latest", "latest.tmp7", "lineage.json.tmp8", "latest.tmpl"):
         (tmp_path / name).write_text("global_step1\n", encoding="utf-8")
     remove_partial(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step1", "latest", "latest.tmpl"]
