@@ -16,7 +16,7 @@ import errno
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -183,8 +183,7 @@ class MetricsFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         remove_unfinished(self.path)
         self._order = _Order(self.path)
-        last_evaluation = resume_step - 1 if evaluation_due else resume_step
-        kept_steps = self._repair(resume_step, last_evaluation) if self.path.exists() else 0
+        kept_steps = self._repair(resume_step, evaluation_due) if self.path.exists() else 0
         self.missing_steps = resume_step - kept_steps
         self._file = self.path.open("ab", buffering=0)
         self._waiting = b""
@@ -237,11 +236,11 @@ class MetricsFile:
                 raise OSError(error.errno, error.strerror, str(self.path)) from error
             self._waiting = self._waiting[written:]
 
-    def _repair(self, resume_step: int, last_evaluation: int) -> int:
-        """Keep the objects of steps 1 .. resume_step, or last_evaluation; returns how many steps are kept."""
+    def _repair(self, resume_step: int, evaluation_due: bool) -> int:
+        """Keep the objects of steps 1 .. resume_step; returns how many steps are kept."""
         kept_steps = 0
         with self.path.open("rb") as old, replaced_atomically(self.path) as new:
-            for line, kind in _kept(self.path, old, resume_step, last_evaluation, self._order):
+            for line, kind in _kept(self.path, old, resume_step, evaluation_due, self._order):
                 kept_steps += kind == "step"
                 new.write(line.rstrip(b"\r\n") + b"\n")
         return kept_steps
@@ -263,10 +262,14 @@ class _Order:
 
 def unusable_metrics(path: Path, resume_step: int, *, evaluation_due: bool = False) -> str | None:
     """Why `MetricsFile` could not go on with the file at `path`; None if it can, or there is none."""
-    last_evaluation = resume_step - 1 if evaluation_due else resume_step
+    return reading_failure(path, lambda lines: _kept(path, lines, resume_step, evaluation_due, _Order(path)))
+
+
+def reading_failure(path: Path, read: Callable[[IO[bytes]], Iterable[object]]) -> str | None:
+    """What keeps `read` from going through the file at `path`; None if nothing does, or there is no file."""
     try:
         with path.open("rb") as lines:
-            for _ in _kept(path, lines, resume_step, last_evaluation, _Order(path)):
+            for _ in read(lines):
                 pass
     except FileNotFoundError:
         return None
@@ -276,9 +279,11 @@ def unusable_metrics(path: Path, resume_step: int, *, evaluation_due: bool = Fal
 
 
 def _kept(
-    path: Path, lines: IO[bytes], resume_step: int, last_evaluation: int, order: _Order
+    path: Path, lines: IO[bytes], resume_step: int, evaluation_due: bool, order: _Order
 ) -> Iterator[tuple[bytes, str]]:
-    """The lines, each with its kind, up to the step that a run goes on from."""
+    """The lines, each with its kind, up to the step that a run goes on from; of that step no evaluation that
+    will be done again."""
+    last_evaluation = resume_step - 1 if evaluation_due else resume_step
     for line, record in _records(path, lines):
         evaluation = "eval_loss" in record
         if record["step"] <= (last_evaluation if evaluation else resume_step):

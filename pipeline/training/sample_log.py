@@ -17,7 +17,7 @@ import numpy as np
 from pipeline.checkpoints.folder import TrainState
 from pipeline.data.blend import Blend
 from pipeline.training.atomic_file import remove_unfinished, replaced_atomically
-from pipeline.training.metrics import EvalMetrics, StepMetrics
+from pipeline.training.metrics import EvalMetrics, StepMetrics, reading_failure
 
 SAMPLES_FILE = "samples.jsonl"
 
@@ -67,15 +67,7 @@ class SampleLog:
 
 def unusable_samples(path: Path) -> str | None:
     """Why `SampleLog` could not go on with the file at `path`; None if it can, or there is none."""
-    try:
-        with path.open("rb") as lines:
-            for _ in _whole_lines(path, lines):
-                pass
-    except FileNotFoundError:
-        return None
-    except (ValueError, OSError) as error:
-        return str(error)
-    return None
+    return reading_failure(path, lambda lines: _whole_lines(path, lines))
 
 
 def _trim(path: Path, last_step: int) -> None:
