@@ -16,7 +16,6 @@ from pipeline.checkpoints.folder import (
     layout_of,
     read_checkpoint,
 )
-from pipeline.checkpoints.manifest import size_of
 from pipeline.job.job import Job
 from pipeline.job.options import RUN_FILE, CheckOptions
 from pipeline.job.problems import JobError, Problem
@@ -93,7 +92,7 @@ def conversion_problems(checkpoint: Checkpoint, job: Job) -> list[Problem]:
         rule = f"has no {SHARDS}, without which only its own layout can read it"
         remedy = "Resume it in its own layout: the next checkpoint will have one"
         problems.append(Problem("CHECKPOINT", path, rule, remedy))
-    if missing := [name for name in checkpoint.files if size_of(checkpoint.path / name) is None]:
+    if missing := checkpoint.missing:
         rule = f"was saved on file systems of {checkpoint.hosts} hosts; not here are {', '.join(missing)}"
         remedy = "Copy the folders of all hosts into one"
         problems.append(Problem("CHECKPOINT", path, rule, remedy))

@@ -112,6 +112,11 @@ class Checkpoint:
         """It says what lies where in it, so that another layout can read it."""
         return SHARDS in self.files
 
+    @property
+    def missing(self) -> list[str]:
+        """Its files that are not here, as where each host has a part."""
+        return [name for name in self.files if size_of(self.path / name) is None]
+
 
 def layout_of(job: Job) -> dict[str, Any]:
     """What decides how the state is cut into shards, and in which formats."""

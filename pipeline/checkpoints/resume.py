@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeline.checkpoints.manifest import SHARDS, Checkpoint, layout_of, size_of
+from pipeline.checkpoints.manifest import SHARDS, Checkpoint, layout_of
 from pipeline.checkpoints.select import differences, select_checkpoint
 from pipeline.hugging_face.weights import initial_weights
 from pipeline.job.job import Job
@@ -97,7 +97,7 @@ def _unreadable(checkpoint: Checkpoint, job: Job) -> str | None:
         reason = "one optimizer's state is nothing to another"
     elif there["nvme"] or here["nvme"]:
         reason = "state on NVMe drives is not converted"
-    elif any(size_of(checkpoint.path / name) is None for name in checkpoint.files):  # not shared
+    elif checkpoint.missing:  # not shared
         reason = PARTS_APART
     changes = ", ".join(layout_changes(checkpoint, job))
     return reason and f"was saved in another layout ({changes}), and {reason}"

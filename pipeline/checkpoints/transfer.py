@@ -20,7 +20,6 @@ from pipeline.checkpoints.folder import (
 )
 from pipeline.checkpoints.layout_change import convert_checkpoint, same_shards
 from pipeline.checkpoints.lineage import Lineage, saved_lineage, write_lineage
-from pipeline.checkpoints.manifest import size_of
 from pipeline.checkpoints.planned import STATE_KEY
 from pipeline.checkpoints.resume import PARTS_APART
 from pipeline.checkpoints.saver import Saver
@@ -76,8 +75,7 @@ def load_checkpoint(engine: TrainEngine, checkpoint: Checkpoint) -> TrainState:
 def _require_every_part(engine: TrainEngine, checkpoint: Checkpoint) -> None:
     """A change of the layout is refused before the start; one of offload or of the order in DeepSpeed's files
     shows only when the engine is there."""
-    missing = [name for name in sorted(checkpoint.files) if size_of(checkpoint.path / name) is None]
-    if any(gather_objects(engine.parallel, missing)):
+    if any(gather_objects(engine.parallel, checkpoint.missing)):
         rule = f"was saved with other settings of offload or of DeepSpeed's buffers, and {PARTS_APART}"
         remedy = "Do that, or resume with the settings it was saved with"
         raise JobError([Problem("resume", str(checkpoint.path), rule, remedy)])

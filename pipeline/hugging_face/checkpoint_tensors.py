@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.checkpoints.manifest import Checkpoint, size_of
+from pipeline.checkpoints.manifest import Checkpoint
 from pipeline.checkpoints.proof import Prover
 from pipeline.checkpoints.stored import MASTER, Slice, StoredState
 from pipeline.hugging_face.tensor_map import Entry, tensor_map
@@ -34,7 +34,7 @@ def proven_state(checkpoint: Checkpoint, allowed: Collection[str], say: Callable
         rule = "was saved by a version that did not write down what lies where in it"
         remedy = "Resume the run from it in its own layout, and save"
         raise JobError([Problem("checkpoint", path, rule, remedy)])
-    if missing := [name for name in checkpoint.files if size_of(checkpoint.path / name) is None]:
+    if missing := checkpoint.missing:
         rule = (
             f"was written by hosts without a common file system, and {len(missing)} of its files are not here"
         )
