@@ -41,6 +41,7 @@ from pipeline.job.options import Options, parse_options
 from pipeline.job.problems import EXIT_FAILED, EXIT_STOPPED, EXIT_WRONG_JOB, JobError
 from pipeline.job.report import console, print_problems, problems_text
 from pipeline.job.resolve import resolve
+from pipeline.training.process_end import end_process
 from pipeline.training.signals import StoppedEarly, StopRequest
 
 
@@ -177,9 +178,9 @@ def _one_report_per_host(environment: RankEnvironment) -> Iterator[None]:
 if __name__ == "__main__":
     inherited, arguments = split_inherited(sys.argv[1:])
     code = main(arguments, connect(inherited) if inherited else None, inherited)
-    sys.stdout.flush()
-    sys.stderr.flush()
     if code == EXIT_FAILED:
-        # Leaving the process group could wait for ranks that are gone.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # What waits for a thread or a library may wait for ranks that are gone.
         os._exit(code)
-    sys.exit(code)
+    end_process(code)

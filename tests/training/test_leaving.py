@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -10,20 +14,79 @@ import pytest
 from pipeline import pretrain
 from tests.harness import run_ranks
 
+ROOT = Path(__file__).resolve().parents[2]
+# A collective whose tensors gloo's worker thread goes on freeing for seconds after this returns.
+SLOW_TO_FREE = """
+import resource, sys, time
+
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+def leave_work():
+    import torch
+    import torch.distributed as dist
+
+    class Slow(torch.Tensor):
+        def __del__(self):
+            time.sleep(0.01)
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    tensors = [torch.ones(30_000_000), *(torch.ones(1).as_subclass(Slow) for _ in range(500))]
+    dist.group.WORLD.allreduce_coalesced(tensors, dist.AllreduceCoalescedOptions())
+    del tensors
+    time.sleep(0.5)
+"""
 OPTIONS = ("--model", "tiny", "--seq_length", "16", "--train_steps", "1", "--sample_tokens", "0")
 
 
 @pytest.mark.slow
 def test_no_rank_leaves_before_the_outcome_is_written(tmp_path: Path):
     """The exit code 3 of the first to leave makes launchers end the others at once."""
-    (tmp_path / "text.txt").write_text("what is read, and read again. " * 100, encoding="utf-8")
-    (tmp_path / "more.txt").write_text("what is held out of the reading. " * 10, encoding="utf-8")
-    config = tmp_path / "ds.json"
-    config.write_text('{"train_batch_size": 4, "gradient_clipping": 1.0}', encoding="utf-8")
-    output = tmp_path / "run"
-    arguments = [*OPTIONS, "--data", str(tmp_path), "--deepspeed_config", str(config)]
-    arguments += ["--output_dir", str(output)]
+    arguments, output = command_line(tmp_path)
     assert run_ranks(outcome_is_there_when_leaving, 2, arguments, output) == [True, True]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("from pipeline.training.process_end import end_process; end_process(0)", 0),
+        # Once this is 0, torch has mended it and `end_process` can go.
+        ("sys.exit(0)", -signal.SIGABRT),
+    ],
+)
+def test_a_process_ends_while_gloo_frees_tensors(end: str, code: int):
+    script = f"{SLOW_TO_FREE}\nleave_work()\n{end}"
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stderr
+
+
+@pytest.mark.slow
+def test_a_finished_rank_ends_with_0_while_gloo_frees_tensors(tmp_path: Path):
+    """What the interpreter runs at the end is run, and then no thread can abort the process any more."""
+    arguments, _ = command_line(tmp_path)
+    began = tmp_path / "began"
+    last = f"if 'torch' in sys.modules: leave_work(), open({str(began)!r}, 'w').close()"  # not in the guard
+    site = tmp_path / "site"
+    site.mkdir()
+    at_exit = f"import atexit\n@atexit.register\ndef last():\n    {last}\n"
+    (site / "sitecustomize.py").write_text(f"{SLOW_TO_FREE}\n{at_exit}", encoding="utf-8")
+    command = [sys.executable, "pipeline/pretrain.py", *arguments]
+    env = os.environ | {"PYTHONPATH": str(site)}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert began.exists()
+    assert done.returncode == 0, done.stderr
+
+
+def command_line(folder: Path) -> tuple[list[str], Path]:
+    """Of a small job, and its output folder."""
+    (folder / "text.txt").write_text("what is read, and read again. " * 100, encoding="utf-8")
+    (folder / "more.txt").write_text("what is held out of the reading. " * 10, encoding="utf-8")
+    config = folder / "ds.json"
+    config.write_text('{"train_batch_size": 4, "gradient_clipping": 1.0}', encoding="utf-8")
+    output = folder / "run"
+    arguments = [*OPTIONS, "--data", str(folder), "--deepspeed_config", str(config)]
+    return [*arguments, "--output_dir", str(output)], output
 
 
 def outcome_is_there_when_leaving(arguments: list[str], output: Path) -> bool:
