@@ -34,7 +34,7 @@ from pipeline.cluster.rank_output import RankOutput, forget_old_starts, is_start
 from pipeline.cluster.rank_place import direct_key, direct_ports, is_free_port, placed
 from pipeline.cluster.ticket import Ticket, split_ticket
 from pipeline.cluster.wire import Connection, Message
-from pipeline.job.problems import EXIT_FAILED, EXIT_STOPPED, EXIT_WRONG_JOB, JobError
+from pipeline.job.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_WRONG_JOB, JobError
 
 # What a rank is told when its guard is.
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -425,9 +425,12 @@ class Guard:
             write_outcome(folder, outcome)
 
     def _exit_code(self) -> int:
-        if self._outcome is not None and self._outcome.status == "stopped" and not self._said_ending:
-            return EXIT_STOPPED  # before it had begun
-        if self._contact.is_wrong_job or (self._outcome is not None and self._outcome.status == "wrong_job"):
+        outcome = self._outcome
+        if outcome is not None and outcome.status == "stopped":
+            return EXIT_STOPPED  # before it had begun, too
+        if outcome is not None and outcome.status == "finished" and self._said_ending:
+            return EXIT_FINISHED  # whatever it died of behind its last word, which the hub tells
+        if self._contact.is_wrong_job or (outcome is not None and outcome.status == "wrong_job"):
             return EXIT_WRONG_JOB
         if self._process is None:
             return EXIT_FAILED

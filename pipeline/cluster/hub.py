@@ -19,7 +19,16 @@ from typing import Any
 from pipeline.cluster.door import Door
 from pipeline.cluster.hub_settings import HubSettings, Limits
 from pipeline.cluster.messages import is_report
-from pipeline.cluster.roster import Failure, Kind, RankState, Roster, Verdict, describe_exit, ranges
+from pipeline.cluster.roster import (
+    Failure,
+    Kind,
+    RankState,
+    Roster,
+    Verdict,
+    describe_exit,
+    late_death,
+    ranges,
+)
 from pipeline.cluster.stacks import grouped_stacks
 from pipeline.cluster.start_phases import StartPhases
 from pipeline.cluster.step_watch import StepWatch
@@ -264,7 +273,11 @@ class Hub:
     def _rank_ended(self, state: RankState, message: Message) -> None:
         state.code, state.gone = message["code"], True
         told = any(failure.rank == state.rank for failure in self.roster.failures)
-        if state.ending is not None or message["by_guard"] or told:
+        if message["by_guard"] or told:
+            return
+        if state.ending is not None:
+            if (word := late_death(state)) is not None:
+                self._say(word)
             return
         # 2 is how an option parser ends, after its message.
         kind: Kind = "refused" if state.code == EXIT_WRONG_JOB else "died"

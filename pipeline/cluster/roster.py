@@ -173,6 +173,14 @@ def describe_exit(code: int) -> str:
     return f"was killed by {signal_name(-code)}"
 
 
+def late_death(state: RankState) -> str | None:
+    """What to say of a rank that was killed behind its last word; None if it left by itself."""
+    if state.code is None or state.code >= 0:
+        return None
+    where = f"rank {state.rank} on {state.name}"
+    return f"{where}: {describe_exit(state.code)} after the run had {state.ending}; nothing of it is lost"
+
+
 def signal_name(number: int) -> str:
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     # Nobody else sends it unasked: the kernel does when memory runs out.

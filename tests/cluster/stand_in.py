@@ -4,7 +4,8 @@
 
 FAULT: exit=N, signal=NAME (to itself), raise, hang, refuse, peer (an error of a lost peer). Without one the
 rank counts to the end and says that it has finished, or stopped after a signal. It does not wait for the
-others, so that nothing but their guards ends ranks that have lost a peer.
+others, so that nothing but their guards ends ranks that have lost a peer. At STEP `end` a fault comes after
+that last word.
 """
 
 from __future__ import annotations
@@ -58,6 +59,13 @@ def misbehave(fault: str, step: int) -> None:
         os._exit(1)
 
 
+def misbehave_at(where: str, step: int) -> None:
+    for fault in (word for word in faults if word.count(":") == 2):
+        rank, at, what = fault.split(":")
+        if (int(rank), at) == (place.rank, where):
+            misbehave(what, step)
+
+
 link.folder(str(folder))
 (folder / "ranks").mkdir(exist_ok=True, parents=True)
 here = {
@@ -74,10 +82,7 @@ print(f"rank {place.rank} writes on its standard error", file=sys.stderr, flush=
 status, step = "finished", 0
 for step in range(1, steps + 1):
     link.progress("training", step - 1)
-    for fault in (word for word in faults if word.count(":") == 2):
-        rank, at, what = fault.split(":")
-        if (int(rank), int(at)) == (place.rank, step):
-            misbehave(what, step - 1)
+    misbehave_at(str(step), step - 1)
     time.sleep(seconds)
     if place.rank == 0:
         print(f"step {step}", flush=True)
@@ -87,4 +92,5 @@ for step in range(1, steps + 1):
 if place.rank == 0:
     write_outcome(folder, Outcome(status, step, place.master_port, message=" ".join(stops)))
 link.ending(status, step, " ".join(stops))
+misbehave_at("end", step)
 sys.exit(3 if status == "stopped" else 0)

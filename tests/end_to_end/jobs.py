@@ -97,6 +97,11 @@ class Workshop:
         """outcome.json."""
         return json.loads((self.folder / run / "outcome.json").read_text(encoding="utf-8"))
 
+    def logs(self, run: str) -> str:
+        """The end of every rank's log: a launcher does not show all of them."""
+        files = sorted((self.folder / run / "logs").glob("*/rank_*.log"))
+        return "\n".join(f"--- {file.name}\n{file.read_text(encoding='utf-8')[-3000:]}" for file in files)
+
 
 def run_faulty_job(
     args: Sequence[str], world_size: int, fault: Fault, *fault_args: Any, timeout: float = 60
