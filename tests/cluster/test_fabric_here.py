@@ -17,6 +17,7 @@ from pipeline.cluster.hostfile import Host
 from pipeline.cluster.hosts.session import local_command
 from pipeline.cluster.rank_environment import LOOPBACK, free_port
 from pipeline.cluster.world import World
+from tests.processes import is_running
 
 pytestmark = pytest.mark.slow
 
@@ -34,13 +35,6 @@ def hosts_of_this_test() -> list[psutil.Process]:
     """The host processes that this process started, and their ranks."""
     below = psutil.Process().children(recursive=True)
     return [each for each in below if "pipeline.parallel.fabric_host" in each.cmdline()]
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_hosts_with_unequal_slots() -> None:

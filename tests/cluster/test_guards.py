@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -11,21 +10,15 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.cluster.guarded import TIMEOUT, Start, start
+from tests.processes import is_running
 
 __all__ = ["start"]
 
 # A parent of guards that is no launcher: it waits.
 PARENT = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"
-
-
-def is_running(pid: int) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 def test_ranks_that_finish(start: Start) -> None:

@@ -1,0 +1,112 @@
+"""The command line of DeepSpeed's launcher, and what ranks get with it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pipeline.cluster import launcher_command
+from pipeline.cluster.hostfile import Host
+from pipeline.cluster.launcher_command import plan_launch
+from pipeline.cluster.launcher_options import LauncherOptions
+from pipeline.cluster.start import rank_variables
+from pipeline.cluster.ticket import OPTION, Ticket, encode, split_ticket
+from pipeline.cluster.world import World
+
+CPU = World((Host("localhost", 2),), "cpu")
+GPUS = World((Host("localhost", 2, (2, 3)),), "cuda", "NVIDIA A100-SXM4-80GB", True)
+LOCAL_FILE = World((Host("localhost", 2),), "cpu", hostfile="hosts")
+REMOTE = World((Host("h1", 8), Host("h2", 8)), "cuda", None, True, "hosts")
+ONE_REMOTE = World((Host("h2", 8),), "cuda", None, True, "hosts")
+
+
+def command(options: LauncherOptions, world: World) -> str:
+    plan = plan_launch(options, world, Ticket(), {}, script="job.py", deepspeed=("deepspeed",))
+    *line, ticket = plan.command
+    assert ticket == encode(Ticket())
+    return " ".join(line).replace(str(plan.master_port), "PORT")
+
+
+@pytest.mark.parametrize(
+    ("options", "world", "expected"),
+    [
+        ({}, CPU, "--num_gpus 2 --master_port PORT --master_addr 127.0.0.1"),
+        ({"num_gpus": 2}, CPU, "--num_gpus 2 --master_port PORT --master_addr 127.0.0.1"),
+        ({}, GPUS, "--include localhost:2,3 --master_port PORT --master_addr 127.0.0.1"),
+        (
+            {},
+            LOCAL_FILE,
+            "--hostfile hosts --master_port PORT --master_addr 127.0.0.1 --no_ssh_check",
+        ),
+        (
+            {"num_nodes": 2, "num_gpus": 8, "ssh_port": 2222, "launcher": "openmpi"},
+            REMOTE,
+            "--hostfile hosts --num_nodes 2 --num_gpus 8 --master_port PORT --master_addr h1 --no_ssh_check"
+            " --launcher openmpi --ssh_port 2222",
+        ),
+        (
+            {"include": "h2", "master_addr": "10.0.0.2"},
+            ONE_REMOTE,
+            "--hostfile hosts --include h2 --force_multi --master_port PORT --master_addr 10.0.0.2"
+            " --no_ssh_check --enable_each_rank_log None --log_level=critical",
+        ),
+        (
+            {"no_ssh": True, "node_rank": 0, "master_addr": "h1", "launcher_args": "-x A"},
+            REMOTE,
+            "--hostfile hosts --master_port PORT --master_addr h1"
+            " --no_ssh --node_rank 0 --launcher_args=-x A",
+        ),
+    ],
+)
+def test_everything_the_launcher_would_guess_is_said(options: dict, world: World, expected: str) -> None:
+    assert command(LauncherOptions(**options), world) == f"deepspeed --log_level critical {expected} job.py"
+
+
+HARD_TO_PASS = ("", "a b", "'", '"', "$HOME", "`id`", "x;true", "a&b", "%n %h", '{"a": 1}', "\\", "\n", "ü")
+
+
+def test_job_arguments_survive_every_shell(tmp_path: Path) -> None:
+    """As pdsh does it: the words joined by blanks, through two shells."""
+    argument = encode(Ticket(arguments=HARD_TO_PASS, hosts=(("h1", 2),), key_file="k"))
+    line = f"sh -c 'echo {argument}'"
+    arrived = subprocess.run(line, shell=True, capture_output=True, text=True, check=True).stdout.strip()
+    ticket, arguments = split_ticket(["--local_rank=3", arrived])
+    assert arguments == ["--local_rank=3", *HARD_TO_PASS]
+    assert (ticket.hosts, ticket.key_file) == ((("h1", 2),), "k")
+
+
+def test_a_ticket_that_was_cut_is_no_ticket() -> None:
+    with pytest.raises(ValueError, match="did not arrive whole"):
+        split_ticket([encode(Ticket())[:-4]])
+    assert split_ticket(["--seed", "1"]) == (Ticket(), ["--seed", "1"])
+    assert not any(character in OPTION for character in "$'\" %;&")
+
+
+def test_a_given_port_is_used_and_remote_hosts_get_deepspeeds() -> None:
+    assert plan_launch(LauncherOptions(master_port=1234), CPU, Ticket(), {}).master_port == 1234
+    assert plan_launch(LauncherOptions(), REMOTE, Ticket(), {}).master_port == 29500
+
+
+def test_cpu_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher_command, "available_cores", lambda: 8)
+    assert plan_launch(LauncherOptions(), CPU, Ticket(), {"A": "b"}).environment == {
+        "A": "b", "OMP_NUM_THREADS": "4", "DS_ACCELERATOR": "cpu", "DS_ENV_FILE": os.devnull,
+    }  # fmt: skip
+    kept = plan_launch(LauncherOptions(), CPU, Ticket(), {"OMP_NUM_THREADS": "1"}).environment
+    assert kept["OMP_NUM_THREADS"] == "1"
+    assert plan_launch(LauncherOptions(), GPUS, Ticket(), {"A": "b"}).environment == {
+        "A": "b",
+        "DS_ENV_FILE": os.devnull,
+    }
+
+
+def test_no_secret_is_on_a_command_line() -> None:
+    given = {"UCX_TLS": "tcp", "MLFLOW_TRACKING_TOKEN": "abc", "AWS_SECRET_ACCESS_KEY": "def", "HOME": "/"}
+    environment = plan_launch(LauncherOptions(), REMOTE, Ticket(), given).environment
+    assert "abc" not in environment.values() and "def" not in environment.values()
+    # They reach the ranks through the hub.
+    assert dict(rank_variables(given, is_local=False)) == {k: v for k, v in given.items() if k != "HOME"}
+    assert "BatchMode=yes" in environment["PDSH_SSH_ARGS_APPEND"]
