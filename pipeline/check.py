@@ -33,6 +33,7 @@ from pipeline.cluster.launcher_rules import launcher_world_problems
 from pipeline.cluster.rank_environment import free_port
 from pipeline.cluster.running import running_problems
 from pipeline.cluster.world import World, resolve_world
+from pipeline.job.command import reader_may_leave, run_command
 from pipeline.job.options import CheckOptions, Options, parse_options
 from pipeline.job.problems import EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem
 from pipeline.job.report import console, describe, print_problems, verdict
@@ -96,10 +97,11 @@ def read_arguments(
         JobError: a --config file that cannot be used, or --data without a path.
     """
     if "--help" in arguments or "-h" in arguments:
-        launcher_parser().print_help()
-        print("\njob options:\n", flush=True)
-        arguments = ["--help"]  # the job's half, which ends this process
-    launcher, job_arguments = split_arguments(arguments)
+        with reader_may_leave():
+            launcher_parser(program).print_help()
+            print("\njob options:\n", flush=True)
+            parse_options(["--help"], kind, program)  # ends this process
+    launcher, job_arguments = split_arguments(arguments, program)
     return launcher, parse_options(job_arguments, kind, program), job_arguments
 
 
@@ -191,4 +193,4 @@ def print_draft(draft: Draft, stderr: bool = False) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

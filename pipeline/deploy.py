@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pipeline.deployment.allocation import allocated_hosts, hostfile_text
 from pipeline.deployment.description import read_deployment
 from pipeline.deployment.manifests import kubeflow_manifest, kubernetes_manifest
+from pipeline.job.command import run_command
 from pipeline.job.problems import EXIT_FINISHED, EXIT_WRONG_JOB, JobError
 from pipeline.job.report import console, print_problems
 
@@ -53,4 +54,4 @@ def _slurm_hosts(arguments: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -17,6 +17,7 @@ import tyro
 
 from pipeline.hugging_face.checkpoint_at import checkpoint_at, model_of_checkpoint, tokenizer_of_checkpoint
 from pipeline.hugging_face.families import family_of
+from pipeline.job.command import run_command
 from pipeline.job.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem
 from pipeline.job.report import console, print_problems
 from pipeline.training.quiet import quiet_deepspeed
@@ -34,9 +35,9 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 class ExportOptions:
     """Write a checkpoint as a folder that transformers' AutoModelForCausalLM and AutoTokenizer open."""
 
-    checkpoint: Annotated[str, tyro.conf.Positional]
+    checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
     """A run's --output_dir, its checkpoints folder (the newest complete one is taken), or one checkpoint."""
-    folder: Annotated[str, tyro.conf.Positional]
+    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """The folder to make."""
     dtype: str = "float32"
     """Format of the weights: float32, as they are trained, bfloat16 or float16."""
@@ -136,4 +137,4 @@ def _say(message: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -17,6 +17,7 @@ import tyro
 
 from pipeline.export import DTYPES, chosen_checkpoint
 from pipeline.hugging_face.checkpoint_at import is_checkpoint
+from pipeline.job.command import run_command
 from pipeline.job.model_files import CONFIG_FILE
 from pipeline.job.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem
 from pipeline.job.report import console, print_problems
@@ -36,7 +37,7 @@ LEAST_TEMPERATURE = 1e-6
 class GenerateOptions:
     """Continue a text with a trained model, and print it as it comes."""
 
-    source: Annotated[str, tyro.conf.Positional]
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A run's --output_dir, its checkpoints folder, one checkpoint, or a Hugging Face folder."""
     prompt: str
     """The text to continue."""
@@ -178,4 +179,4 @@ def _sampling(options: GenerateOptions) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

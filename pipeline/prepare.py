@@ -25,6 +25,7 @@ from pipeline.data.token_report import TokenReport
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.data.tokenizer_files import BESIDE_TOKENS, chosen_tokenizer, tokenizer_facts
 from pipeline.data.tokenizer_training import train_tokenizer
+from pipeline.job.command import run_command
 from pipeline.job.option_ranges import cache_problems
 from pipeline.job.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem
 from pipeline.job.report import console, print_interruption, print_problems
@@ -37,7 +38,7 @@ PROGRAM = "python -m pipeline.prepare"
 class PrepareOptions:
     """Turn text into token files, PREFIX.bin and PREFIX.idx in Megatron's format, for --data PREFIX."""
 
-    inputs: Annotated[tuple[str, ...], tyro.conf.Positional]
+    inputs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="INPUT [INPUT ...]")]
     """What --data of a run takes: text, .jsonl[.gz|.zst] and .parquet files, folders of them, saved datasets,
     hub:NAME. With --inspect alone, token files."""
     output: str | None = None
@@ -216,4 +217,4 @@ def _time(seconds: float) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -23,6 +23,7 @@ from pipeline.checkpoints.conversion_rules import (
 from pipeline.checkpoints.folder import Checkpoint, layout_changes
 from pipeline.cluster.launcher_options import LauncherOptions, launcher_problems
 from pipeline.cluster.world import resolve_world
+from pipeline.job.command import run_command
 from pipeline.job.job import Job
 from pipeline.job.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem
 from pipeline.job.report import console, print_interruption, print_problems
@@ -137,4 +138,4 @@ class _Lines:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -30,9 +30,9 @@ class ReshardOptions(CheckOptions):
     those of pretrain.py: they describe the job that is to go on. Without --config, what is not given is as in
     the run.json of the checkpoint's run."""
 
-    checkpoint: Annotated[str, tyro.conf.Positional] = ""
+    checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")] = ""
     """A checkpoint, or the folder of a run: its newest one."""
-    folder: Annotated[str, tyro.conf.Positional] = ""
+    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")] = ""
     """The folder to make. It is a checkpoint of its own, for --resume FOLDER."""
     workers: int = 4
     """Parameters that are converted at the same time; each takes the memory of one of its tensors in fp32."""

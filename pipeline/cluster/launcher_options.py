@@ -45,15 +45,14 @@ class LauncherOptions:
         return self.node_rank in (None, 0)
 
 
-def launcher_parser() -> argparse.ArgumentParser:
-    """The launcher's half of the command line, with DeepSpeed's spelling."""
+def launcher_parser(program: str = "./launch.sh") -> argparse.ArgumentParser:
+    """The launcher's half of the command line of `program`, with DeepSpeed's spelling."""
     parser = argparse.ArgumentParser(
-        prog="./launch.sh",
+        prog=program,
         usage="%(prog)s [launcher options] [job options]",
         add_help=False,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
-        description="Checks a training job, starts it with the deepspeed launcher, and tells how it ended.",
     )
     group = parser.add_argument_group("launcher options")
     _add_hosts(group)
@@ -128,13 +127,15 @@ def _add_times(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def split_arguments(arguments: Sequence[str]) -> tuple[LauncherOptions, list[str]]:
+def split_arguments(
+    arguments: Sequence[str], program: str = "./launch.sh"
+) -> tuple[LauncherOptions, list[str]]:
     """The launcher's options, and everything else in its order: the job refuses what it does not know.
 
     Raises:
         SystemExit: code 2 after a message, for a value of the wrong type.
     """
-    parsed, rest = launcher_parser().parse_known_args(list(arguments))
+    parsed, rest = launcher_parser(program).parse_known_args(list(arguments))
     return LauncherOptions(**vars(parsed)), rest
 
 
