@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from pipeline.checkpoints.folder import Checkpoint
+from pipeline.checkpoints.loss_scale import continue_loss_scale, loss_scaler_of
 from pipeline.checkpoints.shards import (
     Fragment,
     Shard,
@@ -62,9 +63,7 @@ def convert_checkpoint(engine: TrainEngine, checkpoint: Checkpoint, stored: Stor
     deepspeed.global_samples = checkpoint.state.step * deepspeed.train_batch_size()
     deepspeed.skipped_steps = stored.skipped_steps
     if checkpoint.layout["compute"] == engine.job.precision.compute == "fp16":
-        scaler = stored.loss_scaler()
-        if scaler is not None:
-            deepspeed.optimizer.loss_scaler = scaler
+        continue_loss_scale(engine, loss_scaler_of(engine), saved=stored.loss_scaler())
 
 
 def _fill(engine: TrainEngine, shard: Shard, stored: StoredState, names: dict[Any, str]) -> None:

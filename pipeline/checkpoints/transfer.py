@@ -20,6 +20,7 @@ from pipeline.checkpoints.folder import (
 )
 from pipeline.checkpoints.layout_change import convert_checkpoint, same_shards
 from pipeline.checkpoints.lineage import Lineage, saved_lineage, write_lineage
+from pipeline.checkpoints.loss_scale import continue_loss_scale, loss_scaler_of
 from pipeline.checkpoints.planned import STATE_KEY
 from pipeline.checkpoints.resume import PARTS_APART
 from pipeline.checkpoints.saver import Saver
@@ -141,6 +142,7 @@ def _own_files_only(deepspeed: Any) -> Iterator[None]:
 
 
 def _load_own_shards(engine: TrainEngine, checkpoint: Checkpoint) -> None:
+    configured = loss_scaler_of(engine)
     with (
         restricted_loading(engine.deepspeed, engine.job.options.allow_pickle),
         contextlib.nullcontext() if checkpoint.shared else _own_files_only(engine.deepspeed),
@@ -150,6 +152,7 @@ def _load_own_shards(engine: TrainEngine, checkpoint: Checkpoint) -> None:
         )
     if loaded is None:
         raise RuntimeError(f"DeepSpeed found no shards in {checkpoint.path} for rank {engine.parallel.rank}")
+    continue_loss_scale(engine, configured, saved=loss_scaler_of(engine))
     state = TrainState(**client_state[STATE_KEY])
     if state != checkpoint.state or engine.deepspeed.global_steps != state.step:
         raise RuntimeError(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from pipeline.data.sources import training_sources
 from pipeline.job.job import Job
+from pipeline.job.schema import DYNAMIC_LOSS_SCALE, KEYS
+
+LOSS_SCALE = "fp16.loss_scale"
 
 
 def settings_of(job: Job) -> dict[str, Any]:
@@ -24,21 +28,39 @@ def settings_of(job: Job) -> dict[str, Any]:
         "data": {source.name: float(source.weight) for source in training_sources(job.options)},
         "activation_checkpointing": job.activation_checkpointing,
     }
-    return dict(_flat(nested))
+    return {**dict(_flat(nested)), **_loss_scale(job)}
+
+
+def _loss_scale(job: Job) -> dict[str, Any]:
+    """What acts on the loss scale of an fp16 job, with the defaults of what is left out."""
+    if job.precision.compute != "fp16":
+        return {}
+    given = job.deepspeed["fp16"]
+    names = [LOSS_SCALE] if given.get("loss_scale", 0) else [LOSS_SCALE, *DYNAMIC_LOSS_SCALE]
+    return {name: given.get(name.removeprefix("fp16."), json.loads(KEYS[name].default)) for name in names}
 
 
 def setting_changes(saved: Mapping[str, Any], job: Job) -> list[str]:
     """What is another value now, as ``optimizer.lr: 0.001 -> 0.0003``; a setting that only one side has is
-    `none` on the other. Nothing for a checkpoint that kept no settings."""
+    `none` on the other. Nothing for a checkpoint that kept no settings, and nothing of fp16 where one side is
+    in another format: that is a change of the layout."""
     if not saved:
         return []
     here = settings_of(job)
     names = [*saved, *(name for name in here if name not in saved)]
+    if LOSS_SCALE not in saved or LOSS_SCALE not in here:
+        names = [name for name in names if not name.startswith("fp16.")]
     return [
-        f"{name}: {_shown(saved.get(name))} -> {_shown(here.get(name))}"
+        f"{name}: {_shown(saved.get(name))} -> {_shown(here.get(name))}{_remark(name, saved, here)}"
         for name in names
         if saved.get(name) != here.get(name)
     ]
+
+
+def _remark(name: str, saved: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    if name == "fp16.initial_scale_power" and name in saved and name in here:
+        return " (a saved dynamic scale goes on from where it was)"
+    return ""
 
 
 def _flat(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

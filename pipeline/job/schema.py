@@ -65,6 +65,15 @@ _BATCH = (
     Key("gradient_clipping", "float", "1.0", "Largest norm of the full gradient; 0 turns it off.", low=0),
 )
 
+# They act with a dynamic loss scale only.
+DYNAMIC_LOSS_SCALE = (
+    "fp16.initial_scale_power",
+    "fp16.loss_scale_window",
+    "fp16.hysteresis",
+    "fp16.consecutive_hysteresis",
+    "fp16.min_loss_scale",
+)
+
 _PRECISION = (
     _block("bf16", "bfloat16 weights and activations with fp32 master weights."),
     _flag("bf16.enabled", "false", "On. auto: where the device computes bf16 natively.", auto=True),

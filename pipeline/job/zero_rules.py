@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from pipeline.job.facts import Facts
 from pipeline.job.problems import Problem
-from pipeline.job.schema import KEYS
+from pipeline.job.schema import DYNAMIC_LOSS_SCALE, KEYS
 from pipeline.job.suggest import listed
 
 STAGE = "zero_optimization.stage"
@@ -124,11 +124,10 @@ def bf16_native(f: Facts) -> Iterable[Problem]:
 def loss_scale(f: Facts) -> Iterable[Problem]:
     if f.config.get("fp16.loss_scale", 0) == 0:
         return
-    for name in ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis",
-                 "min_loss_scale"):  # fmt: skip
-        if f.config.given(f"fp16.{name}"):
+    for key in DYNAMIC_LOSS_SCALE:
+        if f.config.given(key):
             rule = "acts with a dynamic loss scale, and fp16.loss_scale is fixed"
-            yield f.config.problem(f"fp16.{name}", rule, "Remove it, or set fp16.loss_scale to 0")
+            yield f.config.problem(key, rule, "Remove it, or set fp16.loss_scale to 0")
 
 
 def bf16_zero0(f: Facts) -> Iterable[Problem]:
