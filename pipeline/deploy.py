@@ -2,7 +2,7 @@
 
     kubernetes    an Indexed Job with its service and hostfile
     kubeflow      the same as a Kubeflow TrainJob with its runtime
-    slurm_hosts   inside a Slurm allocation: its hostfile
+    slurm_hosts   inside a Slurm allocation: its hostfile, for launches with these options
 
 Exit code 0, or 2 with every problem.
 """
@@ -14,7 +14,8 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from pipeline.deployment.allocation import allocated_hosts, hostfile_text
+from pipeline.cluster.launcher_options import split_arguments
+from pipeline.deployment.allocation import allocated_hosts, allocation_problems, hostfile_text
 from pipeline.deployment.description import read_deployment
 from pipeline.deployment.manifests import kubeflow_manifest, kubernetes_manifest
 from pipeline.job.command import run_command
@@ -47,9 +48,13 @@ def _manifest(what: str, arguments: list[str]) -> str:
 
 
 def _slurm_hosts(arguments: list[str]) -> str:
-    parser = argparse.ArgumentParser(prog=f"{PROGRAM} slurm_hosts", allow_abbrev=False)
+    usage = "%(prog)s [--slots N] [options of launch.sh]"
+    parser = argparse.ArgumentParser(prog=f"{PROGRAM} slurm_hosts", usage=usage, allow_abbrev=False)
     parser.add_argument("--slots", type=int, metavar="N", help="ranks on each host (default: its GPUs)")
-    hosts = allocated_hosts(parser.parse_args(arguments).slots)
+    given, options = parser.parse_known_args(arguments)
+    if problems := allocation_problems(split_arguments(options)[0]):
+        raise JobError(problems)
+    hosts = allocated_hosts(given.slots)
     return hostfile_text(hosts, "The hosts of a Slurm allocation, and their GPUs.")
 
 

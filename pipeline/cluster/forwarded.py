@@ -25,7 +25,11 @@ FORWARDED = (
     # monitors
     "WANDB_*", "MLFLOW_*", "COMET_*",
 )  # fmt: skip
-_SECRET = re.compile(r"SECRET|TOKEN|PASSW|CREDENTIAL|API_?KEY|ACCESS_KEY|PRIVATE")
+_SECRET = re.compile(
+    r"SECRET|TOKEN(?!IZER)|PASSW|PASSPHRASE|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE|(^|_)KEYS?(_|$)"
+)
+# Their values only say where a secret lies.
+_PLACE = re.compile(r"GOOGLE_APPLICATION_CREDENTIALS|.*_(FILE|PATH|DIR)")
 
 
 def is_forwarded(name: str) -> bool:
@@ -35,7 +39,7 @@ def is_forwarded(name: str) -> bool:
 
 def is_secret(name: str) -> bool:
     """Whether a variable's name says that its value is nobody's business."""
-    return _SECRET.search(name.upper()) is not None
+    return _SECRET.search(name.upper()) is not None and not _PLACE.fullmatch(name.upper())
 
 
 def forwarded(environ: Mapping[str, str], files: Mapping[str, str]) -> tuple[tuple[str, str], ...]:

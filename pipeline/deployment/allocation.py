@@ -14,10 +14,20 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 
 from pipeline.cluster.hostfile import MAX_SLOTS, Host, host_name_rule
+from pipeline.cluster.launcher_options import LauncherOptions
 from pipeline.job.problems import JobError, Problem
 
 _NODES_LINE = re.compile(r"^\s+Nodes=(\S+) .*\bGRES=(\S*)", re.MULTILINE)
 _SECONDS = 30.0  # for the controller's answer
+_CHOICE = (
+    "the hosts are those of the allocation, and each of them starts a launch",
+    "Give sbatch --nodes, --nodelist or --exclude, before the script's name",
+)
+# Options of the launcher, with a rule and a remedy.
+_SLURMS_OWN = {
+    **dict.fromkeys(("hostfile", "include", "exclude", "num_nodes"), _CHOICE),
+    "node_rank": ("is another one on each host", "Leave it out"),
+}
 Ask = Callable[[Sequence[str]], str]
 
 
@@ -50,6 +60,16 @@ def allocated_hosts(
     if problems:
         raise JobError(problems)
     return tuple(Host(name, counts[name]) for name in names)
+
+
+def allocation_problems(options: LauncherOptions) -> list[Problem]:
+    """Options that would make the launches on an allocation's hosts disagree with it: one starts on each."""
+    default = LauncherOptions()
+    return [
+        Problem(key, getattr(options, key), *reason)
+        for key, reason in _SLURMS_OWN.items()
+        if getattr(options, key) != getattr(default, key)
+    ]
 
 
 def hostfile_text(hosts: Sequence[Host], comment: str) -> str:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pipeline.cluster.forwarded import is_secret
 from pipeline.cluster.hostfile import Host, read_hostfile, select_hosts
 from pipeline.cluster.launcher_options import LauncherOptions, launcher_problems, split_arguments
 from pipeline.data.remote import credentials_problem, is_remote
@@ -22,12 +23,14 @@ _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _OBJECT_NAME = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?")
 _IMAGE = re.compile(r"[A-Za-z0-9][\w./:-]*?(:(?P<tag>[\w][\w.-]*)|@sha256:[0-9a-f]{64})", re.ASCII)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_SECRET_VARIABLE = re.compile(r"(^|_)(key|secret|token|password|passwd)(_|$)", re.IGNORECASE)
-# The manifest decides these: each pod starts its own ranks, and the first pod is the rendezvous.
-_MANIFESTS_OWN = (
-    *("launcher", "launcher_args", "ssh_port", "no_ssh_check", "no_ssh", "node_rank"),
-    *("master_addr", "master_port", "launch_addr"),
-)
+_OWN_START = "the manifest decides it: each pod starts its own ranks, without ssh"
+_ALL_PODS = "a job here has all of its pods or waits for them: Kubernetes makes new ones"
+# What the manifest decides, with the reason; the first pod is the rendezvous.
+_MANIFESTS_OWN = {
+    **dict.fromkeys(("launcher", "launcher_args", "ssh_port", "no_ssh_check", "no_ssh"), _OWN_START),
+    **dict.fromkeys(("node_rank", "master_addr", "master_port", "launch_addr"), _OWN_START),
+    "allow_fewer_hosts": _ALL_PODS,
+}
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("-i", "--include", default="", metavar="HOST[:SLOT,..]@..", help="use only these")
     add("-e", "--exclude", default="", metavar="HOST[:SLOT,..]@..", help="leave these out")
     add("--num_nodes", type=int, metavar="N", help="use the first N hosts")
-    add("--num_gpus", type=int, metavar="N", help="use N GPUs of each host")
+    add("--num_gpus", "--num_accelerators", type=int, metavar="N", help="use N GPUs of each host")
     add("--name", default="pretrain", help="name of the job (default: %(default)s)")
     add("--image", required=True, help="container image with a tag or digest; see deploy/container/")
     add("--claim", required=True, help=f"PersistentVolumeClaim that all hosts can write, at {STORAGE}")
@@ -158,8 +161,8 @@ def _launcher_problems(launcher: LauncherOptions) -> list[Problem]:
     keys = [key for key in _MANIFESTS_OWN if getattr(launcher, key) != getattr(default, key)]
     if keys:  # their values may be wrong besides, which no longer matters
         problems = [problem for problem in problems if problem.key not in _MANIFESTS_OWN]
-    rule = "the manifest decides it: each pod starts its own ranks, without ssh"
-    return problems + [Problem(key, getattr(launcher, key), rule, "Leave it out") for key in keys]
+    own = [Problem(key, getattr(launcher, key), _MANIFESTS_OWN[key], "Leave it out") for key in keys]
+    return problems + own
 
 
 def _output_problems(options: Options) -> list[Problem]:
@@ -180,7 +183,7 @@ def _variable_problems(text: str) -> list[Problem]:
     name, equals, _ = text.partition("=")
     if not equals or not _VARIABLE.fullmatch(name):
         return [Problem("env", text, "must be NAME=VALUE", "Write it so")]
-    if _SECRET_VARIABLE.search(name):
+    if is_secret(name):
         # The value is not repeated.
         rule = "looks like a secret, which a manifest must not hold"
         return [Problem("env", name, rule, "Put it into a Secret, and give --secret NAME")]

@@ -97,8 +97,8 @@ def _variables(variables: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def literal(word: str) -> str:
-    """A word that Kubernetes must not expand: ``$(NAME)`` written ``$$(NAME)``."""
-    return word.replace("$(", "$$(")
+    """A word that arrives as it is: Kubernetes makes one dollar of two, and a value of ``$(NAME)``."""
+    return word.replace("$", "$$")
 
 
 def quote(word: str) -> str:

@@ -31,9 +31,9 @@ def words_of_pod(container: dict[str, Any], index: int) -> list[str]:
 
 
 def expand(word: str, variables: dict[str, str]) -> str:
-    """Kubernetes' expansion: $(NAME) of known variables, and $$ for $ before a parenthesis."""
+    """Kubernetes' expansion, from left to right: $$ is $, and $(NAME) the value of a known variable."""
 
     def replace(match: re.Match[str]) -> str:
-        return match[0][1:] if match[0].startswith("$$") else variables.get(match[1], match[0])
+        return "$" if match[0] == "$$" else variables.get(match[1], match[0])
 
-    return re.sub(r"\$?\$\((\w+)\)|\$\$\(", replace, word)
+    return re.sub(r"\$\$|\$\(([^)]*)\)", replace, word)

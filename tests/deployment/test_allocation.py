@@ -97,23 +97,34 @@ def fake_scontrol(folder: Path, script: str) -> None:
     path.chmod(0o755)
 
 
-def run_command(monkeypatch: pytest.MonkeyPatch, folder: Path, environment: dict[str, str]) -> int:
+def run_command(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, environment: dict[str, str], *options: str
+) -> int:
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PATH", str(folder))
-    return deploy.main(["slurm_hosts"])
+    return deploy.main(["slurm_hosts", *options])
 
 
 def test_the_command_prints_a_hostfile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake_scontrol(tmp_path, f'[ "$2" = hostnames ] && printf "h1\\nh2\\n" || echo "  {EQUAL.strip()}"')
-    assert run_command(monkeypatch, tmp_path, JOB) == 0
+    assert run_command(monkeypatch, tmp_path, JOB, "--num_gpus", "4", "--model", "gpt2") == 0
     hostfile = tmp_path / "hosts"
     hostfile.write_text(capsys.readouterr().out)
     assert read_hostfile(hostfile) == ((Host("h1", 8), Host("h2", 8)), ())
+
+
+def test_options_that_choose_other_hosts_are_refused_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["-H", "x", "-i", "h1", "-e", "h2", "--num_nodes", "1", "--node_rank", "0"]
+    assert run_command(monkeypatch, tmp_path, JOB, *options) == EXIT_WRONG_JOB
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("error:") == 5
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from pipeline import deploy
 from pipeline.cluster.hostfile import read_hostfile
 from pipeline.cluster.launcher_options import split_arguments
 from pipeline.job.problems import EXIT_STOPPED, EXIT_WRONG_JOB
-from tests.deployment.manifest import by_kind, pod_and_container, words_of_pod
+from tests.deployment.manifest import by_kind, expand, pod_and_container, words_of_pod
 from tests.deployment.schemas import documents, validate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -176,7 +176,10 @@ def test_exit_codes_decide_what_happens_next(make: Callable[..., str]) -> None:
 
 @pytest.mark.parametrize("what", KINDS)
 def test_arguments_arrive_as_they_were_given(what: str, make: Callable[..., str]) -> None:
-    odd = ["--sample_prompt", 'it\'s "a" $(HOME) $$(X) $HOME #no: {comment}\n\t\x7f\u0085 \u2028 ü 😀 - null']
+    odd = [
+        "--sample_prompt",
+        'it\'s "a" $(HOME) $$(X) pa$$word $$$ $HOME #no: {comment}\n\t\x7f\u0085 \u2028 ü 😀 - null',
+    ]
     text = make(what, *odd, "--output_dir", "/storage/runs/é", "--stop_timeout", "1000.5")
     pod, container = pod_and_container(text)
     words = words_of_pod(container, 1)
@@ -194,6 +197,20 @@ def test_names_stay_strings(what: str, word: str, make: Callable[..., str]) -> N
     container = pod_and_container(text)[1]
     assert container["envFrom"] == [{"secretRef": {"name": "1e3"}}]
     assert container["env"] == [{"name": "A", "value": "$$(B) off"}]
+
+
+def test_both_names_of_the_number_of_gpus_mean_it(make: Callable[..., str]) -> None:
+    text = make("kubernetes", "--num_accelerators", "4")
+    container = pod_and_container(text)[1]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": "4"}
+    assert "pretrain-0.pretrain slots=4" in by_kind(text)["ConfigMap"]["data"]["hostfile"]
+    assert "--num_accelerators" not in words_of_pod(container, 0)
+
+
+@pytest.mark.parametrize("value", ["pa$$word $$(X)", "$", "$$$(A)$", "$(A", "a$b"])
+def test_variables_arrive_as_they_were_given(value: str, make: Callable[..., str]) -> None:
+    container = pod_and_container(make("kubernetes", "--env", f"P={value}"))[1]
+    assert expand(container["env"][0]["value"], {"A": "wrong", "X": "wrong"}) == value
 
 
 # What is refused ---------------------------------------------------------------------------------------
@@ -214,6 +231,7 @@ REFUSED = [
     (["--validation", "dev=https://host/x.txt?sig=hush"], "data", "holds credentials"),
     (["--node_rank", "1"], "node_rank", "the manifest decides"),
     (["--launcher", "openmpi"], "launcher", "the manifest decides"),
+    (["--allow_fewer_hosts", "1"], "allow_fewer_hosts", "has all of its pods"),
     (["--stop_timeout", "0"], "stop_timeout", "at least"),
     (["--hostfile", "hostfiles/none"], "hostfile", "cannot be read"),
     (["--num_nodes", "5"], "num_nodes", "4"),
@@ -250,7 +268,11 @@ def test_hosts_with_unequal_slots_are_refused(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize(
-    "name", ["AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "WANDB_API_KEY", "aws_session_token", "DB_PASSWORD"]
+    "name",
+    [
+        *("AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "WANDB_API_KEY", "aws_session_token", "DB_PASSWORD"),
+        *("MYPASSWORD", "WANDB_APIKEY", "SIGNING_KEY"),
+    ],
 )
 def test_secrets_are_not_written_into_a_manifest(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert deploy.main(["kubernetes", *REQUIRED, "--env", f"{name}=hush-hush"]) == EXIT_WRONG_JOB
@@ -260,8 +282,9 @@ def test_secrets_are_not_written_into_a_manifest(name: str, capsys: pytest.Captu
 
 
 def test_variables_with_innocent_names_are_taken(make: Callable[..., str]) -> None:
-    text = make("kubernetes", "--env", "TOKENIZERS_PARALLELISM=false", "--env", "NCCL_IB_PKEY_NONE=1")
-    assert "TOKENIZERS_PARALLELISM" in text
+    names = ["TOKENIZERS_PARALLELISM", "NCCL_IB_PKEY_NONE", "GOOGLE_APPLICATION_CREDENTIALS", "HF_TOKEN_PATH"]
+    text = make("kubernetes", *(word for name in names for word in ("--env", f"{name}=1")))
+    assert [each["name"] for each in pod_and_container(text)[1]["env"]] == names
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ SCRIPT = ROOT / "deploy" / "slurm" / "train.sbatch"
 STAND_INS = {
     "scontrol": """
         case "$1 $2" in
-        "show hostnames") echo "$3" | tr , '\\n' ;;
+        "show hostnames") if [ -n "$SLOW" ] && [ ! -e asked ]; then touch asked; sleep 1; fi
+                          echo "$3" | tr , '\\n' ;;
         "show job") echo "     Nodes=h1 CPU_IDs=0 Mem=0 GRES=gpu:2(IDX:0-1)"
                     echo "     Nodes=h2 CPU_IDs=0 Mem=0 GRES=gpu:1(IDX:0)" ;;
         requeue*) echo "$2" >>requeued; [ ! -e full ] ;;
@@ -84,11 +85,15 @@ class Cluster:
 
     def launched(self, node: int) -> list[str]:
         """What a host's launch was given; waits for it."""
-        path, deadline = self.folder / f"launch{node}", time.monotonic() + 30
-        while not path.exists():
-            assert time.monotonic() < deadline, f"the launch of host {node} has not come"
+        self.wait_for(f"launch{node}")
+        return json.loads((self.folder / f"launch{node}").read_text())
+
+    def wait_for(self, name: str) -> None:
+        """Wait for a file of the folder."""
+        deadline = time.monotonic() + 30
+        while name not in self:
+            assert time.monotonic() < deadline, f"{name} has not come"
             time.sleep(0.02)
-        return json.loads(path.read_text())
 
     def __contains__(self, name: str) -> bool:
         return (self.folder / name).exists()
@@ -122,10 +127,10 @@ def test_each_host_gets_its_launch_and_the_options_as_they_were_given(cluster: C
     assert "This job can start." in output
     for node in (0, 1):
         given = cluster.launched(node)
-        assert given[:3] == ["--no_ssh", "--node_rank", str(node)]
+        assert given[:3] == ["--node_rank", str(node), "--no_ssh"]
         assert given[-len(JOB) :] == JOB
         assert given[given.index("--master_addr") + 1] == "h1"
-        assert 15000 <= int(given[given.index("--master_port") + 1]) < 32000
+        assert given[given.index("--master_port") + 1] == str(15000 + 7 * 9)
         assert read_hostfile(cluster.folder / f"hosts{node}") == ((Host("h1", 2), Host("h2", 1)), ())
     assert "--kill-on-bad-exit=0" in (cluster.folder / "srun_options").read_text()
     assert list(cluster.folder.glob("*.hosts")) == []
@@ -142,6 +147,28 @@ def test_a_warning_saves_and_puts_the_job_back_into_the_queue(cluster: Cluster) 
     assert (cluster.folder / "scancelled").read_text() == "--signal=TERM 7\n"
     assert (cluster.folder / "requeued").read_text() == "7\n"
     assert "back into the queue (time 0 of 100)" in output
+
+
+def test_a_second_warning_is_no_kill(cluster: Cluster) -> None:
+    job = cluster.submit(*JOB)
+    for node in (0, 1):
+        cluster.launched(node)
+    job.send_signal(signal.SIGUSR1)
+    cluster.wait_for("scancelled")
+    job.send_signal(signal.SIGUSR1)
+    assert "back into the queue" in job.communicate(timeout=60)[0]
+    assert (cluster.folder / "scancelled").read_text() == "--signal=TERM 7\n"
+
+
+def test_a_warning_before_the_start_puts_the_job_back_at_once(cluster: Cluster) -> None:
+    job = cluster.submit(*JOB, SLOW="yes")
+    cluster.wait_for("asked")
+    job.send_signal(signal.SIGUSR1)
+    output = job.communicate(timeout=60)[0]
+    assert job.returncode == 0, output
+    assert "Warned before the start; back into the queue" in output
+    assert (cluster.folder / "requeued").read_text() == "7\n"
+    assert "launches" not in cluster and list(cluster.folder.glob("*.hosts")) == []
 
 
 @pytest.mark.parametrize(
@@ -174,11 +201,20 @@ def test_without_a_warning_the_exit_code_is_the_launches(cluster: Cluster, code:
     assert "requeued" not in cluster
 
 
-def test_a_wrong_job_starts_nothing(cluster: Cluster) -> None:
-    job = cluster.submit(*JOB, "--seq_length", "-1")
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--seq_length", "-1"], "seq_length"),
+        (["--num_nodes", "1"], "sbatch --nodes"),
+        (["-e", "h2"], "sbatch --nodes"),
+        (["--max_restarts", "1"], "max_restarts"),  # which a launch without --no_ssh would take
+    ],
+)
+def test_a_wrong_job_starts_nothing(cluster: Cluster, arguments: list[str], words: str) -> None:
+    job = cluster.submit(*JOB, *arguments)
     output = job.communicate(timeout=60)[0]
     assert job.returncode == 2, output
-    assert "seq_length" in output
+    assert words in " ".join(output.split())
     assert "launches" not in cluster
 
 
