@@ -23,13 +23,14 @@ from pipeline.cluster.fabric_report import fabric_problems, fabric_tables
 from pipeline.cluster.fewer_hosts import separate_folders
 from pipeline.cluster.hosts.host_check import HostCheck, ask_job_hosts, way_to
 from pipeline.cluster.hosts.table import hosts_table
+from pipeline.cluster.launcher_command import SCRIPT
 from pipeline.cluster.launcher_options import (
     LauncherOptions,
     launcher_parser,
     launcher_problems,
     split_arguments,
 )
-from pipeline.cluster.launcher_rules import launcher_world_problems
+from pipeline.cluster.launcher_rules import launcher_world_problems, start_problems
 from pipeline.cluster.rank_environment import free_port
 from pipeline.cluster.running import running_problems
 from pipeline.cluster.world import World, resolve_world
@@ -125,6 +126,8 @@ def check(
     draft.problems += deepspeed_env(Path.home(), Path.cwd(), os.environ, launcher.launcher)[1]
     if draft.world is not None:
         draft.problems += launcher_world_problems(launcher, draft.world)
+        paths = {"current folder": str(Path.cwd()), "python": sys.executable, "project": str(SCRIPT)}
+        draft.problems += start_problems(launcher, draft.world, paths, os.environ)
     if draft.job is not None:
         resumption = examine_resume(draft.job)
         draft.problems += resumption.problems

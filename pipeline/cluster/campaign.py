@@ -146,7 +146,17 @@ def prepare(options: Options, launcher: LauncherOptions, again: bool = False) ->
         print_problems(console(stderr=True), draft.problems)
     elif not again and (draft.job is None or launcher.is_first_host):
         print_draft(draft, stderr=draft.job is None)
-    return None if draft.job is None else Ready(draft.job, launcher)
+    return None if draft.job is None else _ready(draft.job, launcher)
+
+
+def _ready(job: Job, launcher: LauncherOptions) -> Ready:
+    """The launcher is handed what the filters leave, and not the filters: it does not find ``user@host`` by
+    them. srun takes its hosts from the filter, and knows no users."""
+    filters = launcher.include or launcher.exclude
+    if job.world.hostfile is None or not filters or launcher.launcher == "slurm":
+        return Ready(job, launcher)
+    exact, world, hostfile = on_hosts(launcher, job.world)
+    return Ready(replace(job, world=world), exact, hostfile=hostfile)
 
 
 def _on_fewer_hosts(draft: Draft, found: HostCheck, launcher: LauncherOptions) -> Ready | None:

@@ -131,17 +131,17 @@ def _sizes(batch: Batch) -> str:
 
 
 def on_hosts(options: LauncherOptions, world: World) -> tuple[LauncherOptions, World, IO[bytes]]:
-    """The launcher's options for exactly these hosts: a hostfile of their own, without filters.
+    """The launcher's options for exactly these hosts: a hostfile of their own, with a filter only where slots
+    in the middle are not used.
 
     The file has no place on a disk, and is there for the launcher until it is closed or this process ends.
     """
-    devices = all(host.devices == tuple(range(host.slots)) for host in world.hosts)
+    unused = {host.name: sorted(set(range(max(host.devices))) - set(host.devices)) for host in world.hosts}
     file = new_file_in_memory("hostfile")
     file.writelines(f"{host.name} slots={max(host.devices) + 1}\n".encode() for host in world.hosts)
     file.flush()
     path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
-    include = (
-        "" if devices else "@".join(f"{host.name}:{','.join(map(str, host.devices))}" for host in world.hosts)
-    )
-    options = replace(options, hostfile=path, include=include, exclude="", num_nodes=None, num_gpus=None)
+    # No list of what is used: the launcher cannot read user@host there, and all hosts would be in it.
+    exclude = "@".join(f"{name}:{','.join(map(str, slots))}" for name, slots in unused.items() if slots)
+    options = replace(options, hostfile=path, include="", exclude=exclude, num_nodes=None, num_gpus=None)
     return options, replace(world, hostfile=path), file

@@ -53,7 +53,7 @@ def plan_launch(
         # this option is given goes through a shell there, which makes it two.
         arguments += ["--enable_each_rank_log", "None --log_level=critical"]
     command = (*deepspeed, *arguments, str(script), encode(ticket))
-    return Launch(command, _environment(world, environment), port)
+    return Launch(command, _environment(world, environment, world.is_local or options.no_ssh), port)
 
 
 def _where(options: LauncherOptions, world: World) -> list[str]:
@@ -95,8 +95,8 @@ def _passed_on(options: LauncherOptions) -> list[str]:
     return arguments
 
 
-def _environment(world: World, environment: Mapping[str, str]) -> dict[str, str]:
-    result = launcher_environment(environment, world.is_local)
+def _environment(world: World, environment: Mapping[str, str], inherited: bool) -> dict[str, str]:
+    result = launcher_environment(environment, inherited)
     if world.device == "cpu" and world.is_local:
         # The launcher sets CUDA_VISIBLE_DEVICES for every rank. Without this, an empty one, which hid the
         # GPUs from the check, would not hide them from the ranks.

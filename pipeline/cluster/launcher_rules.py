@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from pipeline.cluster.forwarded import FIND_MODULES, PLAIN
 from pipeline.cluster.launcher_options import LauncherOptions
 from pipeline.cluster.world import World
 from pipeline.job.problems import Problem
@@ -15,7 +18,54 @@ _FILTERS = ("include", "exclude", "num_nodes", "num_gpus")
 
 
 def launcher_world_problems(options: LauncherOptions, world: World) -> list[Problem]:
-    """Why this launcher cannot start this world."""
+    """Why these options cannot start this world."""
+    return [*_place_problems(options, world), *_launcher_problems(options, world)]
+
+
+def _place_problems(options: LauncherOptions, world: World) -> list[Problem]:
+    """Hosts and places that no launcher could be told of."""
+    problems, last = [], len(world.hosts) - 1
+    if options.node_rank is not None and options.node_rank > last:
+        rule = f"this job's hosts are counted from 0 to {last}"
+        remedy = "Give the host's place in the hostfile, and the same filters everywhere"
+        problems.append(Problem("node_rank", options.node_rank, rule, remedy))
+    for host in world.hosts:
+        if "@" in host.name and host.devices != tuple(range(host.slots)):
+            slots = ",".join(map(str, host.devices))
+            rule = f"slots of a host can be chosen by its name alone; '@' separates hosts there ({slots})"
+            remedy = "Set User for it in ~/.ssh/config, and leave user@ out of the hostfile"
+            problems.append(Problem("hostfile", host.name, rule, remedy))
+    return problems
+
+
+def start_problems(
+    options: LauncherOptions, world: World, paths: Mapping[str, str], environ: Mapping[str, str]
+) -> list[Problem]:
+    """What of this machine the other hosts' shells would read as something else.
+
+    The launcher writes these paths, and by which variables Python finds its modules, into a shell's command
+    line as they are, and pdsh replaces ``%h``, ``%n`` and ``%u``. After a ``cd`` that fails, the job goes on
+    in the home folder of each host.
+
+    Args:
+        paths: Of what goes there, by what they are: the current folder, Python, the script.
+    """
+    if world.is_local or options.no_ssh:
+        return []
+    problems = []
+    if options.launcher in (None, "pdsh"):
+        rule = "on its way through pdsh only letters, digits and @+=:,./_- stay what they are"
+        for what, path in paths.items():
+            if not PLAIN.fullmatch(path):
+                problems.append(Problem(what, path, rule, "Use a path without others"))
+    for name in FIND_MODULES:
+        if not PLAIN.fullmatch(environ.get(name, "")):
+            rule = "on its way to other hosts only letters, digits and @+=:,./_- stay what they are"
+            problems.append(Problem(name, environ[name], rule, "Unset it, or name other folders"))
+    return problems
+
+
+def _launcher_problems(options: LauncherOptions, world: World) -> list[Problem]:
     name, problems = options.launcher, []
     if name is None:
         return problems
@@ -32,6 +82,10 @@ def launcher_world_problems(options: LauncherOptions, world: World) -> list[Prob
         rule = f"needs the same number of slots on every host ({slots})"
         problems.append(Problem("launcher", name, rule, "Make them equal, or use --launcher pdsh"))
     chosen = [host.name for host in world.hosts if host.devices != tuple(range(host.slots))]
+    users = [host.name for host in world.hosts if "@" in host.name]
+    if name == "slurm" and users:
+        rule = f"knows hosts by their names alone, not {', '.join(users[:4])}"
+        problems.append(Problem("launcher", name, rule, "Leave user@ out of the hostfile"))
     if name == "slurm" and chosen:
         rule = f"gives devices out itself, so that no slots can be chosen, as on {', '.join(chosen[:4])}"
         problems.append(Problem("launcher", name, rule, "Choose whole hosts, or use --launcher pdsh"))

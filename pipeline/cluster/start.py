@@ -54,14 +54,16 @@ def start_once(
         batch=batch,
     )
     with contextlib.ExitStack() as stack:
-        hub, where = None, ""
-        if not options.no_ssh:
+        hub, where, environment = None, "", dict(os.environ)
+        if options.no_ssh:
+            environment |= dict(rank_variables(os.environ, is_local=True))  # nobody else hands them out
+        else:
             address = launch_address(world, options)
             hub = stack.enter_context(contextlib.closing(_hub(world, options)))
             key_file = stack.enter_context(_key_file(world, options, hub))
             ticket = replace(ticket, address=address, port=hub.port, key_file=key_file)
             where = f"; their guards report to {address}:{ticket.port}"
-        launch = plan_launch(options, world, ticket, os.environ, script)
+        launch = plan_launch(options, world, ticket, environment, script)
         say(f"Starting {counted(world.size, 'rank')}{where}.")
         return run_launch(launch, output_dir, options.stop_timeout, hub, options.is_first_host)
 

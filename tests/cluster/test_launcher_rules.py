@@ -9,7 +9,7 @@ import pytest
 from pipeline import check
 from pipeline.cluster.hostfile import Host
 from pipeline.cluster.launcher_options import LAUNCHERS, LauncherOptions
-from pipeline.cluster.launcher_rules import launcher_world_problems
+from pipeline.cluster.launcher_rules import launcher_world_problems, start_problems
 from pipeline.cluster.world import World
 
 EQUAL = World((Host("h1", 2), Host("h2", 2)), "cuda", None, True, "hosts")
@@ -54,6 +54,44 @@ def test_chosen_slots_are_not_slurms() -> None:
 def test_a_launcher_that_would_not_be_used(launcher: str) -> None:
     assert len(rules(launcher, LOCAL)) == (launcher != "pdsh")
     assert "with --no_ssh" in rules(launcher, EQUAL, no_ssh=True)[0]
+
+
+def test_a_place_beyond_the_hosts() -> None:
+    assert rules(None, EQUAL, no_ssh=True, node_rank=1) == []
+    assert rules(None, EQUAL, no_ssh=True, node_rank=2) == ["this job's hosts are counted from 0 to 1"]
+
+
+def test_users_are_unknown_where_slots_are_chosen_and_to_slurm() -> None:
+    chosen = World((Host("me@h1", 1, (1,)), Host("h2", 2)), "cuda", None, True, "hosts")
+    assert "'@' separates hosts there" in rules(None, chosen)[0]
+    whole = World((Host("me@h1", 1), Host("h2", 1, (1,))), "cuda", None, True, "hosts")
+    assert rules(None, whole) == []
+    assert "not me@h1" in rules("slurm", World(whole.hosts[:1], "cuda", None, True, "hosts"))[0]
+
+
+@pytest.mark.parametrize("path", ["/a b", "/a&b", "/a;b", "/$HOME", "/it's", "/%n", "/a`b", "/a*", "/a\nb"])
+def test_what_shells_of_other_hosts_would_read(path: str) -> None:
+    def keys(world: World, paths: dict[str, str], environ: dict[str, str], **options: object) -> list[str]:
+        found = start_problems(LauncherOptions(**options), world, paths, environ)
+        return [problem.key for problem in found]
+
+    variables = {"PYTHONPATH": path, "PYTHONWARNINGS": path}
+    assert keys(EQUAL, {"current folder": path, "python": "/ü/python3.11"}, {}) == ["current folder"]
+    assert keys(ONE, {"python": path}, variables) == ["python", "PYTHONPATH"]
+    assert keys(EQUAL, {"python": path}, variables, launcher="openmpi") == ["PYTHONPATH"]
+    assert keys(LOCAL, {"python": path}, variables) == []
+    assert keys(EQUAL, {"python": path}, variables, no_ssh=True) == []
+
+
+def test_the_check_looks_at_where_it_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a b").mkdir()
+    (tmp_path / "hosts").write_text("h1 slots=2\nh2 slots=2\n")
+    monkeypatch.chdir(tmp_path / "a b")
+    arguments = ["--hostfile", str(tmp_path / "hosts"), "--output_dir", str(tmp_path / "run")]
+    assert check.main(arguments) == 2
+    assert "current folder = " in capsys.readouterr().out
 
 
 def test_the_check_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -265,9 +265,11 @@ def test_exactly_the_hosts_of_a_plan_are_started(tmp_path: Path) -> None:
             read = subprocess.run(["cat", exact.hostfile], capture_output=True, text=True, check=True).stdout
             assert read.splitlines() == ["h1 slots=2", "user@h3 slots=2"]
     assert not Path(exact.hostfile).exists()
-    chosen, _, file = on_hosts(given, World((Host("h3", 2, (1, 3)),), "cuda", hostfile="hosts"))
+    some = World((Host("me@h1", 2), Host("h3", 2, (1, 3))), "cuda", hostfile="hosts")
+    chosen, _, file = on_hosts(given, some)
     with file:
-        assert (chosen.include, Path(chosen.hostfile).read_text()) == ("h3:1,3", "h3 slots=4\n")
+        read = Path(chosen.hostfile).read_text()
+        assert (chosen.include, chosen.exclude, read) == ("", "h3:0,2", "me@h1 slots=2\nh3 slots=4\n")
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 from pipeline.cluster import launcher_command
+from pipeline.cluster.campaign import prepare
 from pipeline.cluster.hostfile import Host
 from pipeline.cluster.launcher_command import plan_launch
 from pipeline.cluster.launcher_options import LauncherOptions
 from pipeline.cluster.start import rank_variables
 from pipeline.cluster.ticket import OPTION, Ticket, encode, split_ticket
 from pipeline.cluster.world import World
+from pipeline.job.options import Options, parse_options
 
 CPU = World((Host("localhost", 2),), "cpu")
 GPUS = World((Host("localhost", 2, (2, 3)),), "cuda", "NVIDIA A100-SXM4-80GB", True)
@@ -103,6 +105,27 @@ def test_cpu_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
+def exported(environment: dict[str, str]) -> dict[str, str]:
+    """What DeepSpeed's launcher would write onto the command lines of other hosts."""
+    from deepspeed.launcher.runner import EXPORT_ENVS
+
+    prefixes = (*EXPORT_ENVS, "NCCL")  # the latter where there are GPUs
+    return {name: value for name, value in environment.items() if name.startswith(prefixes)}
+
+
+@pytest.mark.slow
+def test_nothing_that_a_shell_would_read_is_exported() -> None:
+    read = "x $(id) %n"
+    names = ("MLFLOW_EXPERIMENT_NAME", "MLFLOWX", "UCX_TLS", "MV2_X", "NCCL_DEBUG", "PYTHONWARNINGS")
+    given = dict.fromkeys(names, read) | {"PYTHON x": "1", "PYTHONPATH": "/a:/b", "PYTHONX": "%n"}
+    environment = plan_launch(LauncherOptions(), REMOTE, Ticket(), given).environment
+    assert exported(environment) == {"PYTHONPATH": "/a:/b"}
+    assert dict(rank_variables(given, is_local=False)) == given
+    here = LauncherOptions(no_ssh=True, node_rank=0, master_addr="h1")
+    for options, world in ((LauncherOptions(), CPU), (here, REMOTE)):  # whose ranks inherit it
+        assert exported(plan_launch(options, world, Ticket(), given).environment) == given
+
+
 def test_no_secret_is_on_a_command_line() -> None:
     given = {"UCX_TLS": "tcp", "MLFLOW_TRACKING_TOKEN": "abc", "AWS_SECRET_ACCESS_KEY": "def", "HOME": "/"}
     environment = plan_launch(LauncherOptions(), REMOTE, Ticket(), given).environment
@@ -110,3 +133,19 @@ def test_no_secret_is_on_a_command_line() -> None:
     # They reach the ranks through the hub.
     assert dict(rank_variables(given, is_local=False)) == {k: v for k, v in given.items() if k != "HOME"}
     assert "BatchMode=yes" in environment["PDSH_SSH_ARGS_APPEND"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("filters", [{"include": "me@h1:0@h3:1"}, {"exclude": "h2@me@h1:1@h3:0"}])
+def test_the_launcher_gets_no_filter_that_names_a_user(tmp_path: Path, filters: dict[str, str]) -> None:
+    from deepspeed.launcher.runner import fetch_hostfile, parse_args, parse_inclusion_exclusion
+
+    hosts = "me@h1 slots=2\nh2 slots=2\nh3 slots=2\n"
+    (tmp_path / "hosts").write_text(hosts)
+    given = LauncherOptions(hostfile=str(tmp_path / "hosts"), no_ssh_check=True, **filters)
+    ready = prepare(parse_options(["--output_dir", str(tmp_path), "--model", "tiny"], Options), given)
+    assert ready is not None
+    arguments = plan_launch(ready.launcher, ready.job.world, Ticket(), {}).command
+    theirs = parse_args([*arguments[3:]])
+    pool = parse_inclusion_exclusion(fetch_hostfile(theirs.hostfile), theirs.include, theirs.exclude)
+    assert dict(pool) == {"me@h1": [0], "h3": [1]}
