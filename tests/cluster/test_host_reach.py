@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 from pipeline.cluster.hostfile import Host
 from pipeline.cluster.hosts.ask import Question, ask_hosts, way_to_hosts
-from pipeline.cluster.hosts.probe import TOKEN
+from pipeline.cluster.hosts.probe import REQUEST, TOKEN
 from pipeline.cluster.hosts.reach import failure_of
 from pipeline.cluster.hosts.session import Said, Session, local_command, remote_command, srun_command
 
@@ -140,10 +141,23 @@ def test_a_host_without_this_python_takes_another_and_says_so(tmp_path: Path) ->
     assert path != sys.executable and Path(path).name.startswith("python3")
 
 
+def test_as_many_paths_as_there_are(tmp_path: Path) -> None:
+    """More than an argument holds, which is 128 KiB, and than a pipe does; a start-up file takes a line."""
+    paths = tuple(str(tmp_path / f"{number:060d}") for number in range(3000))
+    (tmp_path / f"{7:060d}").touch()
+    answers = ask(tmp_path, lambda h, s: local_command(f"read -r line; {s}"), data=paths, folders=())
+    for found in (answers.here, *answers.hosts):
+        assert found.failure is None
+        assert [path for path, what in found.facts["data"].items() if what] == [paths[7]]
+        assert len(found.facts["data"]) == len(paths)
+
+
 @pytest.mark.slow
 def test_one_silent_host_keeps_nobody(tmp_path: Path) -> None:
+    """Not with a question, either, that is longer than what a host takes unread."""
     began = time.monotonic()
-    values = Question(str(tmp_path), str(tmp_path), folders=(str(tmp_path),))
+    data = tuple(f"{number:0100d}" for number in range(2000))
+    values = Question(str(tmp_path), str(tmp_path), data=data, folders=(str(tmp_path),))
     hosts = [Host("h1", 1), Host("h2", 1)]
     answers = ask_hosts(hosts, values, lambda h, s: local_command(s if h.name == "h1" else "sleep 62.5"), 1.5)
     assert time.monotonic() - began < 10
@@ -160,15 +174,13 @@ def test_a_clock_that_is_off_is_measured(tmp_path: Path) -> None:
 
 
 def test_the_probe_leaves_nothing_when_its_connection_is_cut(tmp_path: Path) -> None:
-    import base64
-    import json
-
     values = Question(str(tmp_path), str(tmp_path), folders=(str(tmp_path),))
-    request = {**vars(values), "run": "r", "index": 0, "seconds": 30}
-    argument = base64.b64encode(json.dumps(request).encode()).decode()
+    request = {**vars(values), "run": "r", "index": 0}
     probe = Path(__file__).parents[2] / "pipeline" / "cluster" / "hosts" / "probe.py"
-    command = [sys.executable, "-I", probe, argument]
+    command = [sys.executable, "-I", probe, "30"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        process.stdin.write(f"\n{REQUEST}{json.dumps(request)}\n")
+        process.stdin.flush()
         process.stdout.readline()
         assert [path.name for path in tmp_path.iterdir()] == [f"{TOKEN}r-0"]
         process.stdin.close()

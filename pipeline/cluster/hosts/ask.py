@@ -1,9 +1,13 @@
 """Asks all hosts of a job at once what they are like.
 
-here ──ssh──> probe on each host      1. facts, and a token in each folder       ─┐
+here ──ssh──> probe on each host
+     ───────> the question            1. facts, and a token in each folder       ─┐
      <─────── one line of JSON                                                     │ all have answered,
      ───────> "go on"                 2. whose tokens are there? is rank 0's       │ or time is up
      <─────── one line of JSON           port reached?                            ─┘
+
+The question goes through standard input, because it names all files of the data: an argument of a program may
+have 128 KiB.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.cluster.hostfile import Host
-from pipeline.cluster.hosts.probe import MARK
+from pipeline.cluster.hosts.probe import MARK, REQUEST
 from pipeline.cluster.hosts.reach import Failure, failure_of, no_client
 from pipeline.cluster.hosts.session import Session, local_command, remote_command, srun_command
 
@@ -29,7 +33,7 @@ from pipeline.cluster.hosts.session import Session, local_command, remote_comman
 ANSWER_SECONDS = 75
 _SECOND_ANSWER_SECONDS = 15
 # A shell's start-up file that reads a line would take the probe's. Under the launcher it reads nothing.
-_ANSWERS_TO_PROMPTS = "\n\n"
+_ANSWERS_TO_PROMPTS = "\n\n\n"
 _PROBE = Path(__file__).with_name("probe.py")
 
 
@@ -118,15 +122,16 @@ def ask_hosts(
 ) -> Answers:
     """Ask all `hosts`, and this machine, in parallel; the answers after at most about `seconds`."""
     asked = [*hosts, Host("here", 1)]
-    run = secrets.token_hex(4)
+    run, script = secrets.token_hex(4), _script(seconds)
     talks = []
     try:
         for index, host in enumerate(asked):
             listens = question.listen if index == 0 else None
             if index == len(hosts) and question.launch:
                 listens = 0
-            script = _script(replace(question, listen=listens), run, index, seconds)
-            talks.append(_Talk(host, local_command(script) if index == len(hosts) else way(host, script)))
+            request = {**asdict(replace(question, listen=listens)), "run": run, "index": index}
+            command = local_command(script) if index == len(hosts) else way(host, script)
+            talks.append(_Talk(host, command, request))
         deadline = time.monotonic() + seconds
         for talk in talks:
             talk.first_answer(deadline)
@@ -163,12 +168,12 @@ def _go_on(talks: Sequence[_Talk], address: str, launch: str) -> None:
 class _Talk:
     """The exchange with one host; its report grows as it goes on."""
 
-    def __init__(self, host: Host, command: Sequence[str]) -> None:
+    def __init__(self, host: Host, command: Sequence[str], request: dict[str, Any]) -> None:
         self.report = HostReport(host, {})
         self._began = time.time()
         try:
             self._session: Session | None = Session(command, MARK)
-            self._session.say(_ANSWERS_TO_PROMPTS)
+            self._session.say(f"{_ANSWERS_TO_PROMPTS}{REQUEST}{json.dumps(request)}")
         except FileNotFoundError:
             self._session = None
             self.report = replace(self.report, failure=no_client(command[0]))
@@ -202,13 +207,11 @@ class _Talk:
         self.report = replace(self.report, failure=failure, noise=said.noise.strip())
 
 
-def _script(question: Question, run: str, index: int, seconds: float) -> str:
+def _script(seconds: float) -> str:
     """One line of sh that runs the probe: with this project's Python, or with any if that is not there."""
-    request = {**asdict(question), "run": run, "index": index, "seconds": int(3 * seconds)}
-    argument = base64.b64encode(json.dumps(request).encode()).decode()
     packed = base64.b64encode(zlib.compress(_PROBE.read_bytes(), 9)).decode()
     code = f"import base64,zlib;exec(zlib.decompress(base64.b64decode('{packed}')))"
-    words = f"-I -c {shlex.quote(code)} {argument}"
+    words = f"-I -c {shlex.quote(code)} {int(3 * seconds)}"
     pythons = f"{shlex.quote(sys.executable)} python3"
     start = f'for p in {pythons}; do command -v "$p" >/dev/null 2>&1 && exec "$p" {words}; done'
     return f"{start}; echo there is no Python >&2; exit 127"

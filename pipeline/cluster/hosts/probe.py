@@ -1,15 +1,14 @@
 """What a host is like, found out on the host itself. One file, standard library only, no torch.
 
 It is sent over ssh as an argument and run with ``python -I -c``, so that it needs nothing to be installed and
-no shared file system, and is the same everywhere. It prints one line of JSON, leaves a token in each folder
-that may be shared and listens on the port of the rendezvous; then a line of standard input makes it look for
-the others' tokens and connect to the rendezvous, which it tells in a second line. When its input ends, it
-takes its tokens away and ends.
+no shared file system, and is the same everywhere. A line of standard input says what is asked. It prints one
+line of JSON, leaves a token in each folder that may be shared and listens on the port of the rendezvous; then
+a second line makes it look for the others' tokens and connect to the rendezvous, which it tells in a second
+line. When its input ends, it takes its tokens away and ends.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import csv
 import hashlib
@@ -32,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 MARK = "HOST-PROBE:"
+REQUEST = "HOST-REQUEST:"
 TOKEN = ".host-check-"
 NVIDIA_SMI_SECONDS = 30
 CONNECT_SECONDS = 5
@@ -356,6 +356,15 @@ def _why(error: OSError) -> str:
     return os.strerror(error.errno) if (error.errno or 0) > 0 else str(error)
 
 
+def read_request() -> Request:
+    """What is asked; lines before it were for prompts of the shell."""
+    for line in sys.stdin:
+        _, mark, text = line.partition(REQUEST)
+        if mark:
+            return json.loads(text)
+    sys.exit("nothing was asked")
+
+
 def say(answer: dict[str, Any]) -> None:
     """One answer, in one write."""
     sys.stdout.write(f"{MARK}{json.dumps(answer)}\n")
@@ -365,17 +374,15 @@ def say(answer: dict[str, Any]) -> None:
 def main() -> None:
     """Answer, wait for the word that all have, look for the others, and leave nothing behind."""
     began = time.time()
-    request = json.loads(base64.b64decode(sys.argv[1]))
     # A connection that is cut without a word would leave this waiting, and listening, for ever.
     signal.signal(signal.SIGALRM, lambda *_: sys.exit("nobody asked for the rest"))
-    signal.alarm(request["seconds"])
+    signal.alarm(int(sys.argv[1]))
+    request = read_request()
     tokens = leave_tokens(request)
     server, port = listen(request["listen"])
     try:
         say({**ask(request), "began": began, "port": port})
-        # The empty ones were for prompts of the shell.
-        line = next((line for line in sys.stdin if line.strip()), "")
-        if line:
+        if line := sys.stdin.readline():
             told = json.loads(line)
             say(
                 {

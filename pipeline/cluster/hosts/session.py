@@ -58,6 +58,7 @@ class Session:
         self._answers: queue.Queue[tuple[str, float] | None] = queue.Queue()
         self._noise: list[str] = []
         self._errors: list[str] = []
+        self._unsaid: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._ended = False
         # A session of its own: the terminal's Ctrl-C reaches the caller, which then closes this.
         self._process = subprocess.Popen(
@@ -68,8 +69,16 @@ class Session:
             threading.Thread(target=self._read_answers, args=(self._process.stdout,), daemon=True),
             threading.Thread(target=self._read_errors, args=(self._process.stderr,), daemon=True),
         ]
-        for reader in self._readers:
-            reader.start()
+        writer = threading.Thread(target=self._write_lines, args=(self._process.stdin,), daemon=True)
+        for thread in (*self._readers, writer):
+            thread.start()
+
+    def _write_lines(self, stream: IO[str]) -> None:
+        # A broken pipe: the program's end is seen where the next answer is missed.
+        with contextlib.suppress(OSError), stream:
+            while (line := self._unsaid.get()) is not None:
+                stream.write(line + "\n")
+                stream.flush()
 
     def _read_answers(self, stream: IO[str]) -> None:
         kept = 0
@@ -105,15 +114,13 @@ class Session:
         return self._ended
 
     def say(self, line: str) -> None:
-        """Send one line. A program that has ended does not mind."""
-        with contextlib.suppress(OSError):  # a broken pipe: its end is seen where the next answer is missed
-            self._process.stdin.write(line + "\n")
-            self._process.stdin.flush()
+        """Send one line, of any length. A host that does not read holds nobody up; a program that has ended
+        does not mind."""
+        self._unsaid.put(line)
 
     def end_input(self) -> None:
         """Ask for its end. Of many, all are asked before one is waited for."""
-        with contextlib.suppress(OSError):  # lines that a dead program never read
-            self._process.stdin.close()
+        self._unsaid.put(None)
 
     def close(self) -> Said:
         """End its input, wait shortly for its end, and kill what is left on this side."""
