@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import selectors
 import time
 from collections import Counter
 
 from pipeline.cluster.credential import is_proven, proof
+from pipeline.cluster.descriptors import make_room
 from pipeline.cluster.peers import comes_from_another_user
 from pipeline.cluster.wire import Connection, Message, listen
 
@@ -53,7 +53,7 @@ class Door:
         self._is_public = is_public
         self._most = world_size + MORE_STRANGERS
         self._selector = selector
-        _make_room(self._most + world_size + _DESCRIPTORS_BESIDE)
+        make_room(self._most + world_size + _DESCRIPTORS_BESIDE)
         self.listener = listen(port, everywhere)
         self.listener.setblocking(False)
         self.port: int = self.listener.getsockname()[1]
@@ -132,11 +132,3 @@ class Door:
             self.drop(connection)
         self._selector.unregister(self.listener)
         self.listener.close()
-
-
-def _make_room(descriptors: int) -> None:
-    """The usual soft limit is 1,024 open files."""
-    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < descriptors:
-        wanted = descriptors if most == resource.RLIM_INFINITY else min(descriptors, most)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), most))

@@ -16,7 +16,7 @@ from typing import Any
 
 from pipeline.cluster.hosts.ask import Way
 from pipeline.cluster.hosts.reach import failure_of
-from pipeline.cluster.hosts.session import Session, close_all
+from pipeline.cluster.hosts.session import Session, close_all, room_for
 from pipeline.cluster.world import World
 from pipeline.job.resolve import PROJECT
 
@@ -69,8 +69,11 @@ def run_fabric_test(
     deadline = time.monotonic() + seconds + _LONGER_SECONDS
     program = f"{shlex.quote(sys.executable)} -m pipeline.parallel.fabric_host"
     script = f"cd {shlex.quote(str(PROJECT))} && exec {program}"
-    sessions = [Session(way(host, script), _MARK) for host in world.hosts]
+    sessions: list[Session] = []
+    room_for(len(world.hosts))
     try:
+        for host in world.hosts:
+            sessions.append(Session(way(host, script), _MARK))
         for number, session in enumerate(sessions):
             session.say(json.dumps(_request(world, number, addresses[0], port, environment, seconds)))
         if _connect(found, sessions, addresses) and not found.unreached:

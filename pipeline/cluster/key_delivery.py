@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pipeline.cluster.hostfile import Host
 from pipeline.cluster.hosts.ask import Way
 from pipeline.cluster.hosts.reach import failure_of, no_client
-from pipeline.cluster.hosts.session import Said, Session, close_all
+from pipeline.cluster.hosts.session import Said, Session, close_all, room_for
 
 DELIVERY_SECONDS = 60.0
 # At the end of a start, which a host that is gone must not hold up.
@@ -60,14 +60,15 @@ def _leave_key(
     hosts: Sequence[Host], way: Way, key: str, path: str, sessions: list[Session], seconds: float
 ) -> None:
     """`sessions`: grows by one for each host that is asked."""
+    room_for(len(hosts))
     try:
         for host in hosts:
             names = {"folder": FOLDER, "beginning": _BEGINNING, "path": path, "mark": _MARK}
             command = way(host, _SCRIPT.format(**names))
             try:
                 session = Session(command, _MARK)
-            except FileNotFoundError as error:
-                failure = no_client(command[0])
+            except OSError as error:
+                failure = no_client(command[0], error)
                 raise NotDelivered(f"{failure.rule}. {failure.remedy}") from error
             sessions.append(session)
             session.say(f"\n\nkey={key}")
@@ -86,8 +87,10 @@ def _leave_key(
 
 def withdraw_key(hosts: Sequence[Host], way: Way, path: str, seconds: float = WITHDRAWAL_SECONDS) -> None:
     """Remove the key's file from every host that answers, in parallel."""
-    sessions = [Session(way(host, f"rm -f {path} {path}.* && echo {_MARK}"), _MARK) for host in hosts]
+    sessions: list[Session] = []
     try:
+        for host in hosts:
+            sessions.append(Session(way(host, f"rm -f {path} {path}.* && echo {_MARK}"), _MARK))
         deadline = time.monotonic() + seconds
         for session in sessions:
             session.answer(deadline)

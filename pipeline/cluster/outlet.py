@@ -114,6 +114,9 @@ class PlainLines:
         if len(self._line) > MAX_LINE:
             lines.append(self._line)
             self._line = b""
+        text = b"".join(line + b"\n" for line in lines)
+        if b"\r" not in text and b"\x1b" not in text:  # a rank may write millions of such lines
+            return text
         return b"".join(self._plain(line) + b"\n" for line in lines)
 
     def rest(self) -> bytes:

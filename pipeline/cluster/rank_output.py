@@ -29,6 +29,10 @@ MARK_FILE = ".first_host"
 _START_NAME = re.compile(r"\d{8}-\d{6}")
 _CLOSE_SECONDS = 2.0
 _PIECE = 2**16
+# What one call takes of a stream: a rank that writes without a pause leaves its guard time for the rest.
+_PIECES_PER_CALL = 4
+# More bytes than a pipe (1 MiB at most) or a terminal holds: behind them comes what outlives the rank.
+_PIECES_AT_END = 32
 _MAX_STACKS = 2**20
 
 
@@ -79,15 +83,19 @@ class RankOutput:
         return tuple(self._streams)
 
     def pump(self) -> list[int]:
-        """Pass on what has come; the streams that have ended since the last call."""
-        ended = [reader for reader, number in self._streams.items() if self._drain(reader, number)]
+        """Pass on what has come, or the first of it if it is much; the streams that have ended since the last
+        call."""
+        return self._pump(_PIECES_PER_CALL)
+
+    def _pump(self, pieces: int) -> list[int]:
+        ended = [reader for reader, number in self._streams.items() if self._drain(reader, number, pieces)]
         for reader in ended:
             del self._streams[reader]
         return ended
 
-    def _drain(self, reader: int, number: int) -> bool:
-        """Take what is there; True at the end of the stream."""
-        while True:
+    def _drain(self, reader: int, number: int, pieces: int) -> bool:
+        """Take what is there, and no more than so many pieces; True at the end of the stream."""
+        for _ in range(pieces):
             try:
                 data = os.read(reader, _PIECE)
             except BlockingIOError:
@@ -97,6 +105,7 @@ class RankOutput:
             if not data:
                 return True
             self._take(number, data)
+        return False
 
     def _take(self, number: int, data: bytes) -> None:
         console = self._console[number]
@@ -173,7 +182,7 @@ class RankOutput:
 
     def finish(self) -> None:
         """Take the rest, when the rank has ended."""
-        self.pump()
+        self._pump(_PIECES_AT_END)
         for lines in self._lines.values():
             self.log(lines.rest())
 

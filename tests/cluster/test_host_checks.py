@@ -199,7 +199,7 @@ def test_shared_and_separate_file_systems(groups: list[str], expected: list, com
 
 
 def test_a_host_that_was_not_reached_has_one_line_and_no_other() -> None:
-    lost = HostReport(report(2).host, {}, failure=no_client("ssh"))
+    lost = HostReport(report(2).host, {}, failure=no_client("ssh", FileNotFoundError(2, "ssh")))
     found = the_problem(survey(report(1), lost))
     assert (found.check, found.hosts) == ("reachable", ("dgx-2",))
     assert found.problem.remedy == "Install ssh here"

@@ -13,10 +13,18 @@ import psutil
 import pytest
 
 from pipeline.cluster.hostfile import Host
+from pipeline.cluster.hosts import session as session_module
 from pipeline.cluster.hosts.ask import Question, ask_hosts, way_to_hosts
 from pipeline.cluster.hosts.probe import REQUEST, TOKEN
 from pipeline.cluster.hosts.reach import failure_of
-from pipeline.cluster.hosts.session import Said, Session, local_command, remote_command, srun_command
+from pipeline.cluster.hosts.session import (
+    Said,
+    Session,
+    close_all,
+    local_command,
+    remote_command,
+    srun_command,
+)
 
 SSH_SAYS = [
     ("ssh: Could not resolve hostname h2: Name or service not known", "unknown name"),
@@ -82,14 +90,14 @@ def test_answers_are_told_from_noise() -> None:
     talk.say("two")
     text, came = talk.answer(deadline)
     assert text == "two" and abs(came - time.time()) < 5
-    said = talk.close()
+    (said,) = close_all([talk])
     assert (said.noise, said.errors, said.return_code) == ("hello\nhalf ", "bad\n", None)
 
 
 def test_a_program_that_ends_says_how() -> None:
     talk = session("exit 7")
     assert talk.answer(time.monotonic() + 10) is None
-    assert talk.close().return_code == 7
+    assert close_all([talk])[0].return_code == 7
 
 
 @pytest.mark.slow
@@ -97,9 +105,35 @@ def test_a_program_that_does_not_end_is_killed_with_its_children() -> None:
     talk = session("sleep 61.5 & sleep 61.5; echo")
     assert talk.answer(time.monotonic() + 0.1) is None
     began = time.monotonic()
-    assert talk.close().return_code is None
+    assert close_all([talk])[0].return_code is None
     assert time.monotonic() - began < 10
     assert not [each for each in psutil.process_iter() if "61.5" in _words(each)]
+
+
+def test_hosts_that_hang_are_given_up_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "_GRACE_SECONDS", 0.3)
+    hung = [session("sleep 63.5") for _ in range(8)]
+    began = time.monotonic()
+    assert all(said.return_code is None for said in close_all(hung))
+    assert time.monotonic() - began < 1.5
+    assert not [each for each in psutil.process_iter() if "63.5" in _words(each)]
+
+
+@pytest.mark.parametrize(("limit", "shorts"), [("-Sn", 0), ("-n", 30)])
+def test_many_hosts_need_many_open_files(tmp_path: Path, limit: str, shorts: int) -> None:
+    """The soft limit is raised; under the hard one the hosts are named for which there is no room."""
+    code = (
+        "from pipeline.cluster.hostfile import Host\n"
+        "from pipeline.cluster.hosts.ask import Question, ask_hosts\n"
+        f"question = Question({str(tmp_path)!r}, {str(tmp_path)!r})\n"
+        "hosts = [Host(f'h{number}', 1) for number in range(80)]\n"
+        "answers = ask_hosts(hosts, question, lambda host, script: ['true'])\n"
+        "assert answers.here.failure is None\n"
+        "short = [each for each in answers.hosts if 'Too many open files' in each.failure.rule]\n"
+        f"assert {shorts} <= len(short) <= 2 * {shorts}, len(short)\n"
+    )
+    command = f"ulimit {limit} 100 && exec {shlex.quote(sys.executable)} -c {shlex.quote(code)}"
+    subprocess.run(["bash", "-c", command], cwd=Path(__file__).parents[2], check=True)
 
 
 def _words(process: psutil.Process) -> list[str]:

@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import socket
+import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -79,6 +81,24 @@ def test_a_log_that_cannot_be_written_is_said_once_and_goes_on_when_it_can(tmp_p
     (tmp_path / "logs" / "start" / "rank_00007.log").mkdir()
     first.add_log_of(7, "from afar\n")
     assert "Is a directory" in first.new_trouble()
+
+
+def test_a_rank_that_never_pauses_leaves_its_guard_time() -> None:
+    output, turns = RankOutput(1), []
+    stdout, stderr = output.open()
+    with subprocess.Popen(["sh", "-c", "exec yes >&2"], stdout=stdout, stderr=stderr) as flood:
+        output.started()
+        end = threading.Timer(3.0, flood.kill)
+        end.start()
+        while len(turns) < 5 or not output.tail():
+            began = time.monotonic()
+            output.pump()
+            turns.append(time.monotonic() - began)
+        end.cancel()
+        flood.kill()
+    assert max(turns) < 1.5
+    output.finish()
+    assert not output.readers  # what was left has been read to its end
 
 
 def test_logs_have_lines_without_the_drawing_of_a_terminal() -> None:

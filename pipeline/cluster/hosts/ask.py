@@ -27,7 +27,15 @@ from typing import Any
 from pipeline.cluster.hostfile import Host
 from pipeline.cluster.hosts.probe import MARK, REQUEST
 from pipeline.cluster.hosts.reach import Failure, failure_of, no_client
-from pipeline.cluster.hosts.session import Session, local_command, remote_command, srun_command
+from pipeline.cluster.hosts.session import (
+    Said,
+    Session,
+    close_all,
+    local_command,
+    remote_command,
+    room_for,
+    srun_command,
+)
 
 # Logins take seconds where a directory service is slow, and nvidia-smi may take most of a minute.
 ANSWER_SECONDS = 75
@@ -121,27 +129,31 @@ def ask_hosts(
     hosts: Sequence[Host], question: Question, way: Way, seconds: float = ANSWER_SECONDS
 ) -> Answers:
     """Ask all `hosts`, and this machine, in parallel; the answers after at most about `seconds`."""
-    asked = [*hosts, Host("here", 1)]
+    here = len(hosts)
+    # The own answer comes first: where this machine is short of anything, hosts are named.
+    asked = [(here, Host("here", 1)), *enumerate(hosts)]
     run, script = secrets.token_hex(4), _script(seconds)
-    talks = []
+    talks: list[_Talk] = []
+    room_for(len(asked))
     try:
-        for index, host in enumerate(asked):
+        for index, host in asked:
             listens = question.listen if index == 0 else None
-            if index == len(hosts) and question.launch:
+            if index == here and question.launch:
                 listens = 0
             request = {**asdict(replace(question, listen=listens)), "run": run, "index": index}
-            command = local_command(script) if index == len(hosts) else way(host, script)
+            command = local_command(script) if index == here else way(host, script)
             talks.append(_Talk(host, command, request))
+        talks.append(talks.pop(0))
         deadline = time.monotonic() + seconds
         for talk in talks:
             talk.first_answer(deadline)
         address = _rendezvous(question, talks)
         _go_on(talks, address, question.launch)
     finally:
-        for talk in talks:
-            talk.end_input()
-        for talk in talks:
-            talk.end()
+        running = [talk for talk in talks if talk.session is not None]
+        said = close_all([talk.session for talk in running])
+        for talk, words in zip(running, said, strict=True):
+            talk.conclude(words)
     return Answers(talks[-1].report, tuple(talk.report for talk in talks[:-1]), address)
 
 
@@ -172,14 +184,14 @@ class _Talk:
         self.report = HostReport(host, {})
         self._began = time.time()
         try:
-            self._session: Session | None = Session(command, MARK)
-            self._session.say(f"{_ANSWERS_TO_PROMPTS}{REQUEST}{json.dumps(request)}")
-        except FileNotFoundError:
-            self._session = None
-            self.report = replace(self.report, failure=no_client(command[0]))
+            self.session: Session | None = Session(command, MARK)
+            self.session.say(f"{_ANSWERS_TO_PROMPTS}{REQUEST}{json.dumps(request)}")
+        except OSError as error:
+            self.session = None
+            self.report = replace(self.report, failure=no_client(command[0], error))
 
     def first_answer(self, deadline: float) -> None:
-        if self._session is not None and (answer := self._session.answer(deadline)) is not None:
+        if self.session is not None and (answer := self.session.answer(deadline)) is not None:
             text, came = answer
             facts = json.loads(text)
             began = facts["began"]
@@ -187,22 +199,15 @@ class _Talk:
             self.report = replace(self.report, facts=facts, clock=ahead)
 
     def go_on(self, line: str) -> None:
-        if self._session is not None and self.report.facts:
-            self._session.say(line)
+        if self.session is not None and self.report.facts:
+            self.session.say(line)
 
     def second_answer(self, deadline: float) -> None:
-        if self._session is not None and self.report.facts and (answer := self._session.answer(deadline)):
+        if self.session is not None and self.report.facts and (answer := self.session.answer(deadline)):
             self.report = replace(self.report, **json.loads(answer[0]))
 
-    def end_input(self) -> None:
-        if self._session is not None:
-            self._session.end_input()
-
-    def end(self) -> None:
-        """Close the connection; a host that gave no answer gets its reason."""
-        if self._session is None:
-            return
-        said = self._session.close()
+    def conclude(self, said: Said) -> None:
+        """The connection is closed: a host that gave no answer gets its reason."""
         failure = None if self.report.facts else failure_of(said)
         self.report = replace(self.report, failure=failure, noise=said.noise.strip())
 

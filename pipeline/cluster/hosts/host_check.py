@@ -129,6 +129,11 @@ class AskedHosts:
         """What is wrong, for a job that writes `output_bytes` at a time into its output folder."""
         survey = replace(self.survey, output_bytes=output_bytes)
         mine = [HostProblem("launcher", (), problem) for problem in self.problems]
+        if (failure := survey.answers.here.failure) is not None:
+            problem = Problem(
+                "hosts", "this machine", failure.rule, failure.remedy.format(host="this machine")
+            )
+            mine.append(HostProblem("launcher", (), problem))
         return HostCheck(self.world, survey, (*mine, *host_problems(survey)), self.exported)
 
 

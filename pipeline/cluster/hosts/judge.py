@@ -98,7 +98,7 @@ class Check:
 
 def failed(facts: Mapping[str, Any], fact: str) -> str | None:
     """Why a fact could not be found out, None if it could."""
-    found = facts[fact]
+    found = facts.get(fact, {"error": "there was no answer"})
     return found["error"] if isinstance(found, dict) and set(found) == {"error"} else None
 
 

@@ -101,9 +101,12 @@ _CAUSES = (
 )  # fmt: skip
 
 
-def no_client(program: str) -> Failure:
-    """This machine lacks the program that reaches hosts."""
-    return Failure(f"no {program}", f"there is no {program} on this machine", f"Install {program} here")
+def no_client(program: str, error: OSError) -> Failure:
+    """This machine cannot start the program that reaches hosts."""
+    if isinstance(error, FileNotFoundError):
+        return Failure(f"no {program}", f"there is no {program} on this machine", f"Install {program} here")
+    remedy = f"See to the limits of this machine (ulimit -a), and to {program}"
+    return Failure(f"no {program}", f"this machine cannot start {program}: {error.strerror}", remedy)
 
 
 def failure_of(said: Said) -> Failure:

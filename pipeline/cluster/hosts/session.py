@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO
 
+from pipeline.cluster.descriptors import make_room
+
 CONNECT_SECONDS = 10
 # A peer that answers nothing for 2 x 5 seconds is gone.
 _SSH = (
@@ -26,6 +28,9 @@ _SSH = (
 )  # fmt: skip
 _MOST_KEPT = 64 * 1024
 _GRACE_SECONDS = 3.0
+# Open files of this process for each program that runs: three pipes, and while it is started three more.
+_DESCRIPTORS = 6
+_DESCRIPTORS_BESIDE = 128
 
 
 @dataclass(frozen=True)
@@ -119,25 +124,25 @@ class Session:
         self._unsaid.put(line)
 
     def end_input(self) -> None:
-        """Ask for its end. Of many, all are asked before one is waited for."""
+        """Ask for its end."""
         self._unsaid.put(None)
 
-    def close(self) -> Said:
-        """End its input, wait shortly for its end, and kill what is left on this side."""
-        self.end_input()
+    def await_end(self, deadline: float) -> None:
+        """Wait until `deadline` (of time.monotonic), and kill what is left on this side."""
         try:
-            self._process.wait(_GRACE_SECONDS)
+            self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            self._kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def said(self, deadline: float) -> Said:
+        """What it has said, when it has ended; a process of its own that holds its output is waited for until
+        `deadline`."""
+        self._process.wait()
         for reader in self._readers:
-            reader.join(_GRACE_SECONDS)
+            reader.join(max(0.0, deadline - time.monotonic()))
         code = self._process.returncode if self._ended else None
         return Said("".join(self._noise), "".join(self._errors), code)
-
-    def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
 
 
 def remote_command(host: str, script: str, ssh_port: int | None = None) -> list[str]:
@@ -159,7 +164,17 @@ def local_command(script: str) -> list[str]:
 
 
 def close_all(sessions: Sequence[Session]) -> list[Said]:
-    """Close them together."""
+    """End their input, wait shortly for their end, and kill those that are left. All have the same time: a
+    hundred that hang take no longer than one."""
     for session in sessions:
         session.end_input()
-    return [session.close() for session in sessions]
+    deadline = time.monotonic() + _GRACE_SECONDS
+    for session in sessions:
+        session.await_end(deadline)
+    deadline = time.monotonic() + _GRACE_SECONDS
+    return [session.said(deadline) for session in sessions]
+
+
+def room_for(sessions: int) -> None:
+    """Let so many run at once."""
+    make_room(_DESCRIPTORS * sessions + _DESCRIPTORS_BESIDE)
