@@ -17,7 +17,7 @@ import tyro
 
 from pipeline.hugging_face.checkpoint_at import checkpoint_at, model_of_checkpoint, tokenizer_of_checkpoint
 from pipeline.hugging_face.families import family_of
-from pipeline.job.command import run_command
+from pipeline.job.command import end_interrupts, run_command
 from pipeline.job.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem
 from pipeline.job.report import console, print_problems
 from pipeline.training.quiet import quiet_deepspeed
@@ -61,16 +61,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config=(tyro.conf.FlagCreatePairsOff,),
     )
     try:
-        quiet_deepspeed(0)
-        export = _export(options)
-        from pipeline.hugging_face.export_folder import write_export
+        with end_interrupts():
+            quiet_deepspeed(0)
+            export = _export(options)
+            from pipeline.hugging_face.export_folder import write_export
 
-        files = write_export(export, _say)
+            files = write_export(export, _say)
     except JobError as error:
         print_problems(console(stderr=True), error.problems)
         return EXIT_WRONG_JOB
     except (OSError, RuntimeError, ValueError) as error:
         print(f"error: {error}; {options.folder} was not written", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; {options.folder} was not written", file=sys.stderr)
         return EXIT_FAILED
     count = "1 file" if len(files) == 1 else f"{len(files)} files"
     _say(f"wrote {options.folder}: {family_of(export.model).architecture}, weights in {count}")

@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except JobError as error:
         print_problems(console(stderr=True), error.problems)
         return EXIT_WRONG_JOB
-    except (OSError, RuntimeError, UnicodeEncodeError) as error:  # the last: a terminal without the letters
+    except (OSError, RuntimeError, ValueError) as error:  # the last also: a terminal without the letters
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
     except KeyboardInterrupt:
@@ -117,7 +117,7 @@ def option_problems(options: GenerateOptions) -> Iterator[Problem]:
 def _generate(options: GenerateOptions) -> None:
     quiet_deepspeed(0)
     import torch
-    from transformers import TextStreamer, set_seed
+    from transformers import GenerationConfig, TextStreamer, set_seed
 
     loaded = _load(options)
     model = loaded.model.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -129,7 +129,7 @@ def _generate(options: GenerateOptions) -> None:
         input_ids=inputs["input_ids"].to(model.device),
         attention_mask=inputs["attention_mask"].to(model.device),
         streamer=TextStreamer(loaded.tokenizer, skip_special_tokens=True),
-        **_sampling(options),
+        generation_config=GenerationConfig(**_sampling(options)),
     )
 
 
@@ -164,11 +164,10 @@ def _length_problems(options: GenerateOptions, loaded: Loaded, tokens: Any) -> I
 
 
 def _sampling(options: GenerateOptions) -> dict[str, Any]:
-    """What generate() receives; every choice is said: a folder's generation config may hold others."""
-    common = {"max_new_tokens": options.max_new_tokens, "use_cache": True, "num_beams": 1}
-    common["repetition_penalty"] = 1.0
+    """How tokens are chosen. What is not said here is left out: of the model comes no setting but its ids."""
+    common = {"max_new_tokens": options.max_new_tokens, "use_cache": True}
     if options.greedy:
-        return {**common, "do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+        return {**common, "do_sample": False}
     return {
         **common,
         "do_sample": True,

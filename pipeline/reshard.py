@@ -21,9 +21,10 @@ from pipeline.checkpoints.conversion_rules import (
     run_file_of,
 )
 from pipeline.checkpoints.folder import Checkpoint, layout_changes
+from pipeline.checkpoints.outputs import output_problems
 from pipeline.cluster.launcher_options import LauncherOptions, launcher_problems
 from pipeline.cluster.world import resolve_world
-from pipeline.job.command import run_command
+from pipeline.job.command import end_interrupts, run_command
 from pipeline.job.job import Job
 from pipeline.job.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem
 from pipeline.job.report import console, print_interruption, print_problems
@@ -40,13 +41,17 @@ LINE_SECONDS = 5.0  # between lines of progress
 def main(arguments: Sequence[str] | None = None) -> int:
     """Convert; the exit code."""
     try:
-        checkpoint, job, options = _read(sys.argv[1:] if arguments is None else arguments)
-        _convert(checkpoint, job, options)
+        with end_interrupts():
+            checkpoint, job, options = _read(sys.argv[1:] if arguments is None else arguments)
+            _convert(checkpoint, job, options)
     except JobError as error:
         print_problems(console(stderr=True), error.problems)
         return EXIT_WRONG_JOB
     except (OSError, KeyboardInterrupt) as error:
         print_interruption(error)
+        return EXIT_FAILED
+    except (RuntimeError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
     return EXIT_FINISHED
 
@@ -61,13 +66,22 @@ def _read(arguments: Sequence[str]) -> tuple[Checkpoint, Job, ReshardOptions]:
     launcher, options, _ = read_arguments(arguments, ReshardOptions, PROGRAM)
     if problems := _own_problems(options):
         raise JobError(problems)
-    checkpoint = find_source(options.checkpoint)
+    checkpoint = _source(options.checkpoint)
     run_file = run_file_of(checkpoint)
     if options.config is None and run_file is not None:
         launcher, options, _ = read_arguments(
             ["--config", str(run_file), *arguments], ReshardOptions, PROGRAM
         )
     return checkpoint, _job(checkpoint, options, launcher), options
+
+
+def _source(given: str) -> Checkpoint:
+    """The checkpoint that is meant; says which newer ones were passed over."""
+    found = find_source(given)
+    assert found.checkpoint is not None
+    for note in found.notes:
+        print(note, file=sys.stderr)
+    return found.checkpoint
 
 
 def _own_problems(options: ReshardOptions) -> list[Problem]:
@@ -79,6 +93,8 @@ def _own_problems(options: ReshardOptions) -> list[Problem]:
     if options.folder and Path(options.folder).name in ("", ".."):
         rule = "is not the name of a folder to make"
         problems.append(Problem("FOLDER", options.folder, rule, "Name a folder that does not exist"))
+    elif options.folder:
+        problems += output_problems("FOLDER", options.folder)
     if options.workers < 1:
         problems.append(Problem("workers", options.workers, "must be at least 1", "Raise --workers"))
     return problems

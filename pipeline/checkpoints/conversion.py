@@ -6,6 +6,7 @@ import hashlib
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,17 +87,17 @@ def convert(
         rule = f"is where it would be made, and holds {foreign[0]}, which no conversion has made"
         raise JobError([Problem("FOLDER", str(place.path), rule, "Move it away, or name another folder")])
     place.path.mkdir(parents=True, exist_ok=True)
-    try:
-        with file_lock(place.path / "lock", 0.0, lambda _: None):
-            finished = _finished(folder, task)
-            if not finished:
-                place.prepare(task)
-                _write(checkpoint, job, place, workers, report)
-            place.remove()
-    except TimeoutError as error:
-        remedy = "Wait for it, or name another folder"
-        problem = Problem("FOLDER", str(folder), "another process is converting into it", remedy)
-        raise JobError([problem]) from error
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(file_lock(place.path / "lock", 0.0, lambda _: None))
+        except TimeoutError as error:
+            rule, remedy = "another process is converting into it", "Wait for it, or name another folder"
+            raise JobError([Problem("FOLDER", str(folder), rule, remedy)]) from error
+        finished = _finished(folder, task)
+        if not finished:
+            place.prepare(task)
+            _write(checkpoint, job, place, workers, report)
+        place.remove()
     return not finished
 
 

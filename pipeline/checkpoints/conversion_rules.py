@@ -12,10 +12,10 @@ from pipeline.checkpoints.folder import (
     MANIFEST,
     SHARDS,
     Checkpoint,
-    find_checkpoint,
     layout_of,
     read_checkpoint,
 )
+from pipeline.checkpoints.select import Selection, find_selection
 from pipeline.job.job import Job
 from pipeline.job.options import RUN_FILE, CheckOptions
 from pipeline.job.problems import JobError, Problem
@@ -38,8 +38,8 @@ class ReshardOptions(CheckOptions):
     """Parameters that are converted at the same time; each takes the memory of one of its tensors in fp32."""
 
 
-def find_source(given: str) -> Checkpoint:
-    """The checkpoint that a path means: itself, or the newest of a run.
+def find_source(given: str) -> Selection:
+    """The checkpoint that a path means: itself, or the newest of a run, with what was passed over.
 
     Raises:
         JobError: there is none, or it is not complete.
@@ -47,12 +47,12 @@ def find_source(given: str) -> Checkpoint:
     path = Path(given)
     try:
         if (path / MANIFEST).exists():
-            return read_checkpoint(path)
-        found = find_checkpoint(given, "auto")
+            return Selection(read_checkpoint(path))
+        found = find_selection(given)
     except JobError as error:
         remedy = "Name another checkpoint"
         raise JobError([replace(p, key="CHECKPOINT", remedy=remedy) for p in error.problems]) from error
-    if found is None:
+    if found.checkpoint is None:
         rule = "is neither a checkpoint nor the folder of a run that has one"
         raise JobError([Problem("CHECKPOINT", given, rule, "Give one of the two")])
     return found

@@ -150,13 +150,22 @@ def select_checkpoint(job: Job) -> Selection:
     return _newest(candidates)
 
 
+def find_selection(output_dir: str) -> Selection:
+    """The newest checkpoint of whatever run lies in `output_dir`.
+
+    Raises:
+        JobError: some exist and none can be used.
+    """
+    return _newest(Candidates(Path(output_dir) / CHECKPOINTS))
+
+
 def find_checkpoint(output_dir: str, resume: str) -> Checkpoint | None:
     """As `select_checkpoint`, of whatever run lies in `output_dir`."""
     if resume == "never":
         return None
     if resume != "auto":
         return read_checkpoint(Path(resume))
-    return _newest(Candidates(Path(output_dir) / CHECKPOINTS)).checkpoint
+    return find_selection(output_dir).checkpoint
 
 
 def _newest(candidates: Candidates) -> Selection:

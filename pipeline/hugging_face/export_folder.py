@@ -13,9 +13,11 @@ from pathlib import Path
 import torch
 
 from pipeline.checkpoints.manifest import Checkpoint
+from pipeline.checkpoints.outputs import output_problems
 from pipeline.checkpoints.stored import StoredState
 from pipeline.data.tokenizer import Tokenizer, vocabulary_problems
 from pipeline.hugging_face.checkpoint_tensors import proven_state, tensors
+from pipeline.hugging_face.export_place import ExportPlace
 from pipeline.hugging_face.families import config_json, generation_config_json
 from pipeline.hugging_face.safetensors_files import SIZES
 from pipeline.hugging_face.safetensors_writer import FORMATS, write_weights
@@ -25,10 +27,9 @@ from pipeline.job.model_files import CONFIG_FILE
 from pipeline.job.parameters import total_parameters
 from pipeline.job.problems import JobError, Problem
 from pipeline.job.user_input import exists, is_folder
-from pipeline.training.atomic_file import remove_tree, replaced_atomically, sync_folder
+from pipeline.training.atomic_file import sync_files
 
 GENERATION_CONFIG = "generation_config.json"
-PARTIAL, REPLACED = ".export-partial", ".export-replaced"
 # Beside weights and tokenizer, room for the small files and the file system's own.
 SPARE_BYTES = 16 * 2**20
 # The files of a folder that may be replaced: those of a model, and what people and the hub put beside them.
@@ -75,13 +76,15 @@ def export_problems(export: Export) -> list[Problem]:
 
 def _folder_problems(export: Export) -> list[Problem]:
     folder, key = export.folder, str(export.folder)
-    if not exists(folder) or (is_folder(folder) and not any(folder.iterdir())):
-        nearest = next(path for path in folder.resolve().parents if exists(path))
-        if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
-            return []
+    if problems := output_problems("folder", key):
+        return problems
+    nearest = next(path for path in folder.resolve().parents if exists(path))
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         return [Problem("folder", key, f"{nearest} cannot be written to", "Name another folder")]
-    if not is_folder(folder):
+    if exists(folder) and not is_folder(folder):
         return [Problem("folder", key, "is a file", "Name a folder")]
+    if not exists(folder) or not any(folder.iterdir()):
+        return []
     if not export.overwrite:
         remedy = "Name another folder, or give --overwrite to replace it"
         return [Problem("folder", key, "is there already and not empty", remedy)]
@@ -110,24 +113,21 @@ def write_export(export: Export, report: Callable[[str], None]) -> list[Path]:
         The files of weights.
 
     Raises:
-        JobError: `export_problems`, or the checkpoint is damaged.
+        JobError: `export_problems`, the checkpoint is damaged, or another process is exporting to there.
         OSError: the disk is full, or cannot be written; nothing has its name then.
         RuntimeError: the checkpoint does not hold its model.
     """
     if problems := export_problems(export):
         raise JobError(problems)
-    state = proven_state(export.checkpoint, export.allowed, report)
-    folder = export.folder.resolve()
-    partial, replaced = (folder.with_name(f".{folder.name}{end}") for end in (PARTIAL, REPLACED))
-    for left in (partial, replaced):  # by a crash
-        remove_tree(left)
-    partial.mkdir(parents=True)
-    try:
-        files = _fill(export, state, partial, report)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    _publish(partial, folder, replaced)
+    place = ExportPlace(export.folder.resolve())
+    with place.held():
+        # Once more: a folder may have come back that a crash had left without its name.
+        if problems := export_problems(export):
+            raise JobError(problems)
+        state = proven_state(export.checkpoint, export.allowed, report)
+        place.content.mkdir()
+        files = _fill(export, state, place.content, report)
+        place.publish(report)
     return [export.folder / file.name for file in files]
 
 
@@ -139,20 +139,10 @@ def _fill(export: Export, state: StoredState, folder: Path, report: Callable[[st
         GENERATION_CONFIG: generation_config_json(end),
     }
     for file, content in descriptions.items():
-        with replaced_atomically(folder / file) as stream:
-            stream.write((json.dumps(content, indent=2) + "\n").encode())
+        (folder / file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     export.tokenizer.save(folder)
     report(f"writing {export.num_bytes / 1e6:,.1f} MB of {name} from {export.checkpoint.path}")
     values = tensors(export.model, state)
     files = write_weights(folder, wanted_tensors(export.model), values, export.dtype, export.largest_file)
-    sync_folder(folder)
+    sync_files(folder)
     return files
-
-
-def _publish(partial: Path, folder: Path, replaced: Path) -> None:
-    """Give the folder its name, in the place of an earlier one, which gets the name `replaced`."""
-    if folder.exists():
-        folder.rename(replaced)
-    partial.rename(folder)
-    sync_folder(folder.parent)
-    remove_tree(replaced)

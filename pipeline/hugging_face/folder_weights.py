@@ -17,13 +17,11 @@ from torch import Tensor
 
 from pipeline.hugging_face.safetensors_files import stored_tensors
 from pipeline.hugging_face.tensor_map import OUTPUT, TIED, Block, Entry, tensor_map
-from pipeline.hugging_face.weights import full_name
+from pipeline.hugging_face.weights import NO_COPY, NO_COPY_REMEDY, SAMPLE_BYTES, SAMPLES, full_name
 from pipeline.job.model_config import ModelConfig
 from pipeline.job.problems import JobError, Problem
 from pipeline.parallel.parameters import Cut
 
-# Weights that were trained apart differ everywhere, so that a few places of each file tell.
-SAMPLES, SAMPLE_BYTES = 64, 4096
 NAN_REMEDY = "No training goes on from these weights: give those of an earlier moment, or of another model"
 
 
@@ -58,9 +56,8 @@ class FolderWeights:
         """Part `index` of `parts` of a parameter, in fp32; all of it where it is not cut.
 
         Raises:
-            JobError: values are infinite or no numbers.
-            ValueError: the parameter has another shape here, or a tied output layer is no copy of the
-                embedding.
+            JobError: values are infinite or no numbers, or a tied output layer is no copy of the embedding.
+            ValueError: the parameter has another shape here.
         """
         entry = self._entries[name]
         if entry.shape != cut.full_shape:
@@ -108,7 +105,8 @@ class FolderWeights:
     def _require_copy(self, entry: Entry, order: np.ndarray, values: np.ndarray) -> None:
         output = Entry(OUTPUT, (Block(OUTPUT, 0, entry.blocks[0].rows),), entry.columns, order=entry.order)
         if not np.array_equal(self._gather(output, order, slice(None)), values):
-            raise ValueError(f"{OUTPUT} is not the embedding, and config.json ties them: set it to false")
+            file, _ = self._places[OUTPUT]
+            raise JobError([Problem("model", str(file), NO_COPY, NO_COPY_REMEDY)])
 
 
 def _open(file: Path) -> Any:

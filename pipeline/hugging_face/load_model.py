@@ -23,6 +23,7 @@ from pipeline.checkpoints.manifest import Checkpoint
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer, vocabulary_problems
 from pipeline.hugging_face.checkpoint_at import model_of_checkpoint, tokenizer_of_checkpoint
 from pipeline.hugging_face.families import config_json, generation_config_json
+from pipeline.hugging_face.rounding import rounded
 from pipeline.hugging_face.safetensors_files import stored_tensors
 from pipeline.job.problems import JobError, Problem
 
@@ -31,7 +32,8 @@ _OFFLINE: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False
 
 
 class Loaded(NamedTuple):
-    """What generates text."""
+    """What generates text. Of the model's generation config there are the ids that begin, end and pad a text,
+    and nothing else: how tokens are chosen, whoever generates says."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -41,7 +43,8 @@ def from_folder(folder: Path, tokenizer_name: str | None, dtype: torch.dtype) ->
     """A Hugging Face folder; its own tokenizer where none is named.
 
     Raises:
-        JobError: transformers cannot open it, or its weights are not those of its model.
+        JobError: transformers cannot open it, or its weights are not those of its model, or not finite
+            in this format.
     """
     own = None if tokenizer_name is None else load_tokenizer(tokenizer_name)
     try:
@@ -56,7 +59,17 @@ def from_folder(folder: Path, tokenizer_name: str | None, dtype: torch.dtype) ->
     if wrong := sorted(found["missing_keys"]):
         rule = f"its weights lack {len(wrong)} tensors, {wrong[0]} among them"
         raise JobError([Problem("source", str(folder), rule, "Download or save the folder again")])
+    if spoiled := [name for name, value in model.named_parameters() if not value.isfinite().all()]:
+        rule = f"{len(spoiled)} tensors hold values that it cannot, {spoiled[0]} among them"
+        name = str(dtype).removeprefix("torch.")
+        raise JobError([Problem("dtype", name, rule, "Use another --dtype, or other weights")])
+    model.generation_config = _only_ids(model.generation_config)
     return Loaded(model.eval(), tokenizer)
+
+
+def _only_ids(config: GenerationConfig) -> GenerationConfig:
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return GenerationConfig(**{name: getattr(config, name) for name in names})
 
 
 def from_checkpoint(
@@ -65,8 +78,8 @@ def from_checkpoint(
     """A checkpoint of any layout, filled into a model of transformers tensor by tensor.
 
     Raises:
-        JobError: no class of transformers computes what the model does, there is no tokenizer, or a file of
-            the checkpoint is damaged.
+        JobError: no class of transformers computes what the model does, there is no tokenizer, a file of the
+            checkpoint is damaged, or the format does not reach as far as its values.
         RuntimeError: the checkpoint does not hold its model.
     """
     from pipeline.hugging_face.checkpoint_tensors import proven_state, tensors
@@ -82,7 +95,7 @@ def from_checkpoint(
     waiting = dict(model.named_parameters())  # a tied output layer is not among them
     with torch.no_grad():
         for name, values in tensors(config, state):
-            waiting.pop(name).copy_(values)
+            waiting.pop(name).copy_(rounded(name, values, dtype))
     if waiting:
         raise RuntimeError(f"{checkpoint.path} does not give {sorted(waiting)} of {type(model).__name__}")
     return Loaded(model.eval(), _of_transformers(ours))

@@ -22,11 +22,13 @@ SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
 class Stored(NamedTuple):
-    """A tensor in a file."""
+    """A tensor in a file, whose values are its bytes ``begin .. end - 1``."""
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    begin: int
+    end: int
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
@@ -80,7 +82,7 @@ def read_header(path: Path) -> dict[str, Stored]:
     try:
         header = json.loads(text)
         header.pop("__metadata__", None)
-        found = {name: Stored(path, each["dtype"], tuple(each["shape"])) for name, each in header.items()}
+        found = {name: _stored(path, each, 8 + length) for name, each in header.items()}
         end = _end_of_tensors(header.values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         message = f"{path.name}: its header cannot be read ({type(error).__name__}: {error})"
@@ -88,6 +90,12 @@ def read_header(path: Path) -> dict[str, Stored]:
     if (expected := 8 + length + end) != size:
         raise ValueError(f"{path.name} has {size:,} bytes, and its header describes {expected:,}")
     return found
+
+
+def _stored(path: Path, entry: dict[str, Any], first: int) -> Stored:
+    """A tensor by its entry in the header; the tensors' bytes begin at `first`."""
+    begin, end = _place(entry)
+    return Stored(path, entry["dtype"], tuple(entry["shape"]), first + begin, first + end)
 
 
 def _end_of_tensors(entries: Iterable[dict[str, Any]]) -> int:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from pipeline.hugging_face.rounding import rounded
 from pipeline.hugging_face.safetensors_files import INDEX, SIZES, WEIGHTS
 
 Shape = tuple[int, ...]
@@ -36,9 +37,10 @@ def write_weights(
         largest_file: Bytes of tensors in one file; a larger tensor has one to itself.
 
     Returns:
-        The files of weights, on the disk.
+        The files of weights, which are on the disk; the index may not be yet.
 
     Raises:
+        JobError: the format does not reach as far as a value does.
         ValueError: `values` are not the tensors that `shapes` announced.
         OSError: the disk is full, or cannot be written.
     """
@@ -77,20 +79,14 @@ def _write_file(
             given, tensor = next(values, ("nothing", torch.empty(0)))
             if (given, tuple(tensor.shape)) != (name, shape):
                 raise ValueError(f"{given} {list(tensor.shape)} comes where {name} {list(shape)} belongs")
-            file.write(_bytes(name, tensor, dtype))
+            file.write(_bytes(rounded(name, tensor, dtype)))
         file.flush()
         os.fsync(file.fileno())
 
 
-def _bytes(name: str, tensor: Tensor, dtype: torch.dtype) -> memoryview:
-    """A tensor's values in their order.
-
-    Raises:
-        ValueError: the format does not reach as far as a value does.
-    """
-    flat = tensor.to(dtype).contiguous().view(-1)
-    if dtype == torch.float16 and not flat.isfinite().all() and tensor.isfinite().all():
-        raise ValueError(f"{name} has values up to {tensor.abs().max():g}, and float16 ends at 65504")
+def _bytes(tensor: Tensor) -> memoryview:
+    """A tensor's values in their order."""
+    flat = tensor.contiguous().view(-1)
     return memoryview(flat.view(torch.uint8).numpy())  # as bytes, because numpy knows no bfloat16
 
 

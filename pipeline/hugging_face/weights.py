@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from pipeline.hugging_face.families import family_of
 from pipeline.hugging_face.safetensors_files import INDEX, SIZES, WEIGHTS, Stored, listed, stored_tensors
-from pipeline.hugging_face.tensor_map import OUTPUT, tensor_map
+from pipeline.hugging_face.tensor_map import OUTPUT, TIED, tensor_map
 from pipeline.job.model_config import ModelConfig
 from pipeline.job.model_presets import PRESETS
 from pipeline.job.problems import JobError, Problem
@@ -24,6 +24,10 @@ from pipeline.job.user_input import exists, is_folder
 
 # What transformers once saved beside weights: masks and frequencies, which follow from config.json.
 _DERIVED = re.compile(r"(^|\.)(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)$")
+# Weights that were trained apart differ everywhere, so that a few places of them tell.
+SAMPLES, SAMPLE_BYTES = 64, 4096
+NO_COPY = f"{OUTPUT} is not the embedding, and its config.json ties them"
+NO_COPY_REMEDY = "Set tie_word_embeddings in config.json to false"
 _PICKLES = ("pytorch_model*.bin", "*.pth", "*.pt", "*.ckpt")
 
 
@@ -110,6 +114,26 @@ def _mismatches(folder: Path, model: ModelConfig, stored: dict[str, Stored]) -> 
     if formats:
         rule = f"its weights are stored as {', '.join(formats)}, and are read as {', '.join(SIZES)}"
         yield Problem("model", there, rule, "Save it unquantized, with save_pretrained")
+    elif model.tied and OUTPUT in found and not missing:
+        (embedding,) = next(entry.theirs for entry in tensor_map(model) if entry.name == TIED)
+        if _differ(found[embedding], found[OUTPUT]):
+            yield Problem("model", there, NO_COPY, NO_COPY_REMEDY)
+
+
+def _differ(one: Stored, other: Stored) -> bool:
+    """Whether two tensors are seen to be different, by their shapes and some of their bytes. Of values in two
+    formats nothing is read here, without torch; whoever loads them compares all."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return one.shape != other.shape
+    with one.file.open("rb") as first, other.file.open("rb") as second:
+        for index in range(SAMPLES):
+            skipped = (one.end - one.begin) * index // SAMPLES
+            length = min(SAMPLE_BYTES, one.end - one.begin - skipped)
+            first.seek(one.begin + skipped)
+            second.seek(other.begin + skipped)
+            if first.read(length) != second.read(length):
+                return True
+    return False
 
 
 def wanted_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:

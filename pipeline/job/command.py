@@ -1,9 +1,10 @@
-"""What the commands of the pipeline share: who reads their output may leave."""
+"""What the commands of the pipeline share: who reads their output may leave, and who ends them is heard."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from typing import NoReturn
@@ -15,6 +16,20 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     """Run a command and end this process with its exit code; with 1 where its reader has left."""
     with reader_may_leave():
         sys.exit(main())
+
+
+@contextlib.contextmanager
+def end_interrupts() -> Iterator[None]:
+    """Inside, SIGTERM raises a KeyboardInterrupt, as Ctrl-C does, so that what was begun is put away."""
+
+    def interrupt(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +38,7 @@ from pipeline.job.options import parse_options
 from pipeline.job.problems import JobError
 from pipeline.job.resolve import resolve
 from pipeline.model.outline import parameter_cuts
+from tests.checkpoints.kills import kill_at_call
 from tests.checkpoints.layouts import arguments, find
 from tests.checkpoints.runs import BEFORE, Runs, differing_state, saved
 from tests.checkpoints.small import start
@@ -211,25 +211,6 @@ def run_child(job: Job, first: Path, made: Path, kill_at: int | None) -> str:
         complete = not made.exists() or read_checkpoint(made)
         return "killed" if complete else "half"
     return {10: "made", 11: "was made"}.get(os.WEXITSTATUS(status), "failed")
-
-
-def kill_at_call(number: int) -> None:
-    """This process kills itself instead of its `number`-th call that changes names on the disk or waits for
-    it."""
-    count = 0
-
-    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal count
-            count += 1
-            if count == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return function(*args, **kwargs)
-
-        return call
-
-    for name in ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir"):
-        setattr(os, name, counted(getattr(os, name)))
 
 
 def test_another_task_throws_away_what_was_begun(tmp_path: Path):
@@ -430,6 +411,56 @@ def test_nvme_is_refused(source: Path, tmp_path: Path, capsys: pytest.CaptureFix
 )
 def test_a_wrong_call_is_refused(call: tuple[str, ...], rule: str, capsys: pytest.CaptureFixture[str]):
     assert rule in refused(capsys, *call)
+
+
+def test_a_folder_among_the_checkpoints_of_a_run_is_refused(source: Path, capsys: pytest.CaptureFixture[str]):
+    before = sorted((source / "checkpoints").iterdir())
+    said = refused(capsys, str(source), str(source / "checkpoints" / "global_step9"), "--world_size", "2")
+    assert "global_step9': lies in " in said
+    assert sorted((source / "checkpoints").iterdir()) == before
+
+
+def test_newer_checkpoints_that_are_passed_over_are_said(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    shutil.copytree(source, tmp_path / "run")
+    shutil.copytree(saved(source, BEFORE), saved(tmp_path / "run", 9))
+    taken = []
+    monkeypatch.setattr(reshard, "_convert", lambda checkpoint, *_: taken.append(checkpoint.state.step))
+    assert reshard.main([str(tmp_path / "run"), str(tmp_path / "made"), "--world_size", "2"]) == 0
+    assert taken == [BEFORE]
+    said = capsys.readouterr().err
+    assert f"passed over {saved(tmp_path / 'run', 9)}: it is no complete checkpoint" in said
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("no such fragment"), "error: no such fragment\n"),
+        (ValueError("no number"), "error: no number\n"),
+        (TimeoutError(110, "timed out"), "error: timed out; the same command continues\n"),
+        (None, "\ninterrupted; the same command continues\n"),
+    ],
+)
+def test_every_end_has_its_words(
+    error: Exception | None,
+    said: str,
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    def fail(*_: object) -> None:
+        if error is None:
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            raise error
+
+    monkeypatch.setattr(conversion, "_write", fail)
+    call = [str(saved(source, BEFORE)), str(tmp_path / "made"), *target(tmp_path, "dp2 zero1")]
+    assert reshard.main(call) == 1
+    assert capsys.readouterr().err == said
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_a_folder_with_something_in_it_is_refused(source: Path, tmp_path: Path):

@@ -5,8 +5,11 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import os
 import shutil
+import signal
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +25,7 @@ from pipeline.generate import main as generate
 from pipeline.hugging_face import safetensors_writer
 from pipeline.hugging_face.checkpoint_at import checkpoint_at
 from pipeline.hugging_face.checkpoint_tensors import proven_state
+from pipeline.hugging_face.export_place import ExportPlace
 from pipeline.hugging_face.safetensors_writer import write_weights
 from pipeline.job.job import Job
 from pipeline.job.model_presets import PRESETS
@@ -195,6 +199,67 @@ def test_a_failed_export_leaves_nothing(
     assert "No space left on device" in capsys.readouterr().err
     assert digests(out) == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_export_that_is_ended_leaves_nothing(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    monkeypatch.setattr(safetensors_writer, "_bytes", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    assert export(base / "gpt2 run", tmp_path / "out") == 1
+    assert capsys.readouterr().err == f"\ninterrupted; {tmp_path / 'out'} was not written\n"
+    assert [path.name for path in tmp_path.iterdir()] == []
+
+
+def test_two_exports_do_not_make_one_folder(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    place = ExportPlace(tmp_path / "out")
+    with place.held():
+        place.content.mkdir()
+        (place.content / "config.json").write_text("of the first")
+        assert export(base / "gpt2 run", tmp_path / "out") == 2
+        assert "another process is exporting into it" in capsys.readouterr().err
+        assert [path.name for path in place.content.iterdir()] == ["config.json"]
+    assert [path.name for path in tmp_path.iterdir()] == []
+
+
+def test_a_crash_in_a_replacement_takes_nothing_away(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    out = tmp_path / "out"
+    assert export(base / "gpt2 run", out) == 0
+    before = digests(out)
+    out.rename(ExportPlace(out).replaced)  # where a kill between two renames leaves it
+    assert export(base / "llama run", out) == 2
+    assert "is there already and not empty" in capsys.readouterr().err
+    assert digests(out) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_all_of_a_folder_is_on_the_disk_before_it_has_its_name(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    synced, sync, publish = set(), os.fsync, ExportPlace.publish
+
+    def noted(descriptor: int) -> None:
+        sync(descriptor)
+        synced.add(os.fstat(descriptor).st_ino)
+
+    def checked(place: ExportPlace, report: Callable[[str], None]) -> None:
+        files = [place.content, *place.content.iterdir()]
+        assert len(files) > 7
+        assert [path.name for path in files if path.stat().st_ino not in synced] == []
+        publish(place, report)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(ExportPlace, "publish", checked)
+    assert export(base / "llama run", tmp_path / "out", "--max_shard_size", "50KB") == 0
+
+
+def test_a_folder_among_the_checkpoints_of_a_run_is_refused(base: Path, capsys: pytest.CaptureFixture):
+    checkpoints = base / "gpt2 run" / "checkpoints"
+    before = sorted(checkpoints.iterdir())
+    assert export(base / "gpt2 run", checkpoints / "global_step9") == 2
+    assert "global_step9': lies in " in capsys.readouterr().err
+    assert sorted(checkpoints.iterdir()) == before
 
 
 def damaged(base: Path, tmp_path: Path) -> Path:

@@ -6,14 +6,18 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, GenerationMixin
 
 from pipeline.export import main as export
 from pipeline.generate import main
+from pipeline.hugging_face import checkpoint_tensors
 from tests.harness import run_job
 from tests.hugging_face.folders import logits_of_transformers
 
@@ -75,6 +79,61 @@ def test_narrow_draws_are_greedy(base: Path, capsys: pytest.CaptureFixture[str])
     for narrow in (("--top_k", 1), ("--top_p", 1e-6), ("--temperature", 1e-4)):
         assert text(capsys, *common, *narrow, "--seed", 3) == greedy
     assert text(capsys, *common, "--temperature", 2.0, "--seed", 3) != greedy
+
+
+def test_settings_that_lie_in_a_folder_do_nothing(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    folder = shutil.copytree(base / "out", tmp_path / "out")
+    hidden = json.loads((folder / "generation_config.json").read_text())
+    hidden |= {"do_sample": True, "min_p": 0.9, "no_repeat_ngram_size": 1, "num_return_sequences": 2}
+    hidden |= {"suppress_tokens": list(range(97, 123)), "min_new_tokens": 20, "repetition_penalty": 3.0}
+    (folder / "generation_config.json").write_text(json.dumps(hidden))
+    for options in (("--greedy",), ("--temperature", 1.5, "--seed", 4)):
+        common = ("--prompt", PROMPT, "--max_new_tokens", 20, *options)
+        assert text(capsys, folder, *common) == text(capsys, base / "out", *common)
+
+
+def test_a_folder_says_what_ends_a_text(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = shutil.copytree(base / "out", tmp_path / "out")
+    common = ("--prompt", PROMPT, "--greedy", "--max_new_tokens", 10)
+    first = text(capsys, folder, *common)[len(PROMPT)]
+    ids = {"eos_token_id": [256, ord(first)], "pad_token_id": 256}
+    (folder / "generation_config.json").write_text(json.dumps(ids))
+    assert text(capsys, folder, *common) == f"{PROMPT}{first}\n"
+
+
+def test_what_float16_cannot_hold_is_refused(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    call = ("--prompt", "a", "--max_new_tokens", "2", "--greedy", "--dtype")
+    folder = shutil.copytree(base / "out", tmp_path / "out")
+    weights = load_file(folder / "model.safetensors")
+    name = next(name for name in weights if name.endswith("c_fc.weight"))
+    weights[name][0, 0] = 1e6
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    assert main([str(folder), *call, "float16"]) == 2
+    assert f"'float16': 1 tensors hold values that it cannot, {name}" in capsys.readouterr().err
+    assert main([str(folder), *call, "bfloat16"]) == 0
+
+    def large(*arguments: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((each, values * 1e6 if each == name else values) for each, values in own(*arguments))
+
+    own = checkpoint_tensors.tensors
+    monkeypatch.setattr(checkpoint_tensors, "tensors", large)
+    assert main([str(base / "run"), *call, "float16"]) == 2
+    assert f"'float16': {name} has values up to" in capsys.readouterr().err
+
+
+def test_what_transformers_refuses_is_no_traceback(
+    base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def refuse(*_: object, **__: object) -> None:
+        raise ValueError("not so")
+
+    monkeypatch.setattr(GenerationMixin, "generate", refuse)
+    assert main([str(base / "out"), "--prompt", "a"]) == 1
+    assert capsys.readouterr().err == "error: not so\n"
 
 
 WRONG = {

@@ -162,6 +162,14 @@ def broken_index(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text("[")
 
 
+def untied_in_truth(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(300, 48)}))
+
+
+def output_layer_of_another_size(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(299, 48)}))
+
+
 def pickled(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
@@ -184,6 +192,8 @@ FAULTS = {
     index_to_elsewhere: "weight_map does not say which file of the folder has which tensor",
     wrong_index: "says of no.such.tensor that model.safetensors has it, which is not so",
     broken_index: "model.safetensors.index.json cannot be read",
+    untied_in_truth: "lm_head.weight is not the embedding, and its config.json ties them",
+    output_layer_of_another_size: "lm_head.weight is not the embedding, and its config.json ties them",
     pickled: "has weights as pickles only (pytorch_model.bin), which may run code when they are opened",
 }
 
@@ -236,9 +246,18 @@ def test_tensors_that_say_nothing_are_no_problem(folder: Path):
 
 
 def test_a_tied_output_layer_must_be_a_copy(folder: Path):
-    rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(300, 48)}))
-    with pytest.raises(ValueError, match=r"lm_head\.weight is not the embedding, and config\.json ties them"):
+    """Two formats are not compared beforehand; who reads both does."""
+
+    def round_one(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["transformer.wte.weight"].half()
+
+    rewrite(folder, round_one)
+    assert problems(folder) == ""
+    with pytest.raises(JobError) as caught:
         embedding(read(folder), load_model(str(folder), "cpu"))
+    (problem,) = caught.value.problems
+    assert (problem.key, problem.value) == ("model", str(folder / "model.safetensors"))
+    assert "lm_head.weight is not the embedding" in problem.rule
 
 
 # Tokenizers --------------------------------------------------------------------------------------------

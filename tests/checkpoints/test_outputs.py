@@ -1,0 +1,43 @@
+"""Folders that a command may make, and those that are a run's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.checkpoints.outputs import output_problems
+
+
+@pytest.mark.parametrize(
+    "mark", ["run.json", "checkpoints/latest", "checkpoints/lineage.json", "a checkpoint"]
+)
+@pytest.mark.parametrize("inside", ["global_step9", "model", "global_step4/model", "."])
+def test_what_lies_among_the_checkpoints_of_a_run_is_refused(mark: str, inside: str, tmp_path: Path):
+    (tmp_path / "checkpoints" / "global_step4").mkdir(parents=True)
+    if mark != "a checkpoint":
+        (tmp_path / "checkpoints" / "global_step4").rmdir()
+        (tmp_path / mark).touch()
+    (problem,) = output_problems("FOLDER", str(tmp_path / "checkpoints" / inside))
+    assert problem.rule == f"lies in {tmp_path / 'checkpoints'}, and what is there belongs to that run"
+
+
+def test_other_folders_are_not(tmp_path: Path):
+    (tmp_path / "run" / "checkpoints" / "global_step4").mkdir(parents=True)
+    (tmp_path / "exports" / "checkpoints").mkdir(parents=True)
+    for folder in ("run/model", "model", "exports/checkpoints/model"):
+        assert output_problems("folder", str(tmp_path / folder)) == []
+
+
+def test_links_are_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The checkpoints of a run on another disk, a link to a run, and a path from here."""
+    (tmp_path / "disk" / "global_step4").mkdir(parents=True)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "disk")
+    (tmp_path / "link").symlink_to(tmp_path / "run" / "checkpoints")
+    assert output_problems("folder", str(tmp_path / "run" / "checkpoints" / "model"))
+    (tmp_path / "here" / "checkpoints" / "global_step1").mkdir(parents=True)
+    (tmp_path / "to").symlink_to(tmp_path / "here" / "checkpoints")
+    assert output_problems("folder", str(tmp_path / "to" / "model"))
+    monkeypatch.chdir(tmp_path / "here" / "checkpoints")
+    assert output_problems("folder", "model")
