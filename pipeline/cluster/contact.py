@@ -75,7 +75,7 @@ class Contact:
         self.lost = ""
         self.is_wrong_job = False
         if self._is_direct:
-            self._orders.append({"do": "start", "environment": {}, "logs": None, "mark": ""})
+            self._orders.append({"do": "start", "environment": {}, "arguments": [], "logs": None, "mark": ""})
             self._address = LOOPBACK if place.world_size == place.local_size else place.master_addr
         else:
             self._address = ticket.address

@@ -210,7 +210,7 @@ class Guard:
         mine, its = socket.socketpair()
         stacks = self._output.stacks
         inherited = Inherited(its.fileno(), stacks.fileno(), self._ticket.hosts, self._ticket.batch)
-        command = [*self._command, inherited.argument(), *self._arguments]
+        command = [*self._command, inherited.argument(), *self._arguments, *order["arguments"]]
         variables = dict(os.environ) | order["environment"] | place.variables()
         stdout, stderr = self._output.open()
         self._process = OwnedProcess(command, variables, stdout, stderr, (its.fileno(), stacks.fileno()))

@@ -222,8 +222,11 @@ class Hub:
 
     def _welcome(self, connection: Connection) -> None:
         address, port = self.master or ("", 0)
-        environment = dict(self._settings.environment)
-        order = {"address": address, "port": port, "environment": environment}
+        handed_out = {
+            "environment": dict(self._settings.environment),
+            "arguments": list(self._settings.arguments),
+        }
+        order = {"address": address, "port": port, **handed_out}
         connection.send(do="start", logs=self._logs, mark=self._mark, **order)
         if self._stop:
             connection.send(do="stop", signal=self._stop)

@@ -41,6 +41,7 @@ class HubSettings:
         master_addr, master_port: Rendezvous as the user gave it; None: rank 0's own address and a port that
             is free there. Ignored for a start without a launch, whose launcher has said it.
         environment: Variables for every rank that may not stand on a command line.
+        arguments: The job's, for every rank; of any length, and changed by no shell.
         start_seconds: How long the first rank may take to report; None: no limit for any of them, since the
             user starts the hosts one by one.
         key_is_public: Everybody can know the key: there was no launch that could have drawn one.
@@ -53,5 +54,6 @@ class HubSettings:
     master_addr: str | None = None
     master_port: int | None = None
     environment: tuple[tuple[str, str], ...] = ()
+    arguments: tuple[str, ...] = ()
     start_seconds: float | None = START_SECONDS
     key_is_public: bool = False

@@ -40,10 +40,15 @@ def plan_launch(
     world: World,
     ticket: Ticket,
     environment: Mapping[str, str],
+    job_arguments: Sequence[str] = (),
     script: str | Path = SCRIPT,
     deepspeed: Sequence[str] = DEEPSPEED,
 ) -> Launch:
-    """The exact start of `script` on every rank of `world`; the job's arguments are in the ticket."""
+    """The exact start of `script` on every rank of `world`.
+
+    The job's arguments stand on the command line only where there is no hub that hands them out: with
+    --no_ssh, when no shell reads it.
+    """
     port = options.master_port or (free_port() if world.is_local else REMOTE_MASTER_PORT)
     # The launcher's log of its own doings would hide the job's; what it refuses it raises, and that shows.
     arguments = ["--log_level", "critical", *_where(options, world), *_rendezvous(options, world, port)]
@@ -52,7 +57,13 @@ def plan_launch(
         # The level does not reach the other hosts, whose launchers would print every rank's command. What
         # this option is given goes through a shell there, which makes it two.
         arguments += ["--enable_each_rank_log", "None --log_level=critical"]
-    command = (*deepspeed, *arguments, str(script), encode(ticket))
+    command = (
+        *deepspeed,
+        *arguments,
+        str(script),
+        encode(ticket),
+        *(job_arguments if options.no_ssh else ()),
+    )
     return Launch(command, _environment(world, environment, world.is_local or options.no_ssh), port)
 
 

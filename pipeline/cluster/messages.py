@@ -37,7 +37,8 @@ ORDERS: dict[str, Fields] = {
     "refuse": {"reason": _TEXT, "wrong_job": (bool,)},
     "beat": {},
     "start": {
-        "address": _TEXT, "port": _NUMBER, "environment": (dict,), "logs": (str, _NONE), "mark": _TEXT,
+        "address": _TEXT, "port": _NUMBER, "environment": (dict,), "arguments": (list,), "logs": (str, _NONE),
+        "mark": _TEXT,
     },
     "together": {},
     "stop": {"signal": _TEXT},

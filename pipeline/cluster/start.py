@@ -47,7 +47,6 @@ def start_once(
         NoWay: the hub has no address that the ranks could use, or a host cannot be given the key.
     """
     ticket = Ticket(
-        arguments=tuple(job_arguments),
         hosts=tuple((host.name, host.slots) for host in world.hosts),
         failure_timeout=options.failure_timeout,
         step_timeout=options.step_timeout,
@@ -59,11 +58,11 @@ def start_once(
             environment |= dict(rank_variables(os.environ, is_local=True))  # nobody else hands them out
         else:
             address = launch_address(world, options)
-            hub = stack.enter_context(contextlib.closing(_hub(world, options)))
+            hub = stack.enter_context(contextlib.closing(_hub(world, options, job_arguments)))
             key_file = stack.enter_context(_key_file(world, options, hub))
             ticket = replace(ticket, address=address, port=hub.port, key_file=key_file)
             where = f"; their guards report to {address}:{ticket.port}"
-        launch = plan_launch(options, world, ticket, environment, script)
+        launch = plan_launch(options, world, ticket, environment, job_arguments, script)
         say(f"Starting {counted(world.size, 'rank')}{where}.")
         return run_launch(launch, output_dir, options.stop_timeout, hub, options.is_first_host)
 
@@ -87,7 +86,7 @@ def _key_file(world: World, options: LauncherOptions, hub: Hub) -> Iterator[str]
             withdraw_key(world.hosts, way, path)
 
 
-def _hub(world: World, options: LauncherOptions) -> Hub:
+def _hub(world: World, options: LauncherOptions, job_arguments: Sequence[str]) -> Hub:
     settings = HubSettings(
         world_size=world.size,
         key=new_key(),
@@ -96,6 +95,7 @@ def _hub(world: World, options: LauncherOptions) -> Hub:
         master_addr=options.master_addr,
         master_port=options.master_port,
         environment=rank_variables(os.environ, world.is_local),
+        arguments=tuple(job_arguments),
     )
     return Hub(settings, say, everywhere=not world.is_local)
 

@@ -1,10 +1,12 @@
 """What a launch hands to every rank, as one argument that passes through any number of shells. No torch.
 
-    pretrain.py --local_rank=1 --ticket=eyJhcmd1bWVudHMiOiBb...
+    pretrain.py --local_rank=1 --ticket=eJyrVkosSs...
 
 Launchers send the command line through one or two shells, which drop empty arguments, expand ``$``, split at
 blanks and lose quotes; pdsh replaces ``%n`` besides. Letters, digits, ``-``, ``_`` and ``=`` survive all of
-them. No credential is in a ticket: the command line can be read by everybody on a host.
+them. No credential is in a ticket: the command line can be read by everybody on a host. Nor are the job's
+arguments, of any length, which the hub hands out: pdsh makes one argument of the whole line, and one argument
+may have 128 KiB.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import base64
 import json
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 OPTION = "--ticket="
@@ -24,7 +26,6 @@ class Ticket:
     """The launch's word to a rank.
 
     Attributes:
-        arguments: The job's command line, as the user wrote it.
         hosts: (name, slots) of the checked world, in rank order; empty without a launch.
         address, port: Where the launch listens; empty where rank 0's guard does (`hub.direct_ports`).
         key_file: Path of the key on every host (`pipeline.cluster.credential`); empty without a launch.
@@ -34,7 +35,6 @@ class Ticket:
             the JSON's own.
     """
 
-    arguments: tuple[str, ...] = ()
     hosts: tuple[tuple[str, int], ...] = ()
     address: str = ""
     port: int = 0
@@ -63,9 +63,8 @@ def encode(ticket: Ticket) -> str:
 
 
 def split_ticket(arguments: Sequence[str]) -> tuple[Ticket, list[str]]:
-    """The ticket of a command line, and the job's own arguments: the ticket's, after what launchers add.
-
-    Without one, everything is the job's.
+    """The ticket of a command line, and the other arguments: what launchers add, and the job's, if it was
+    started without a hub.
 
     Raises:
         ValueError: it was cut on its way.
@@ -77,11 +76,7 @@ def split_ticket(arguments: Sequence[str]) -> tuple[Ticket, list[str]]:
     values = unpack(given[-1].removeprefix(OPTION))
     values["hosts"] = tuple((name, slots) for name, slots in values["hosts"])
     ticket = Ticket(**{key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
-    return ticket, [*rest, *ticket.arguments]
-
-
-def with_arguments(ticket: Ticket, arguments: Sequence[str]) -> Ticket:
-    return replace(ticket, arguments=tuple(arguments))
+    return ticket, rest
 
 
 def pack(values: dict[str, Any]) -> str:

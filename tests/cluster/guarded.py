@@ -25,15 +25,23 @@ KEY = "a key that nobody guesses"
 
 
 class Start:
-    """A hub in this process, and guards beside it."""
+    """A hub in this process, and guards beside it. `arguments`: of the job, from the hub; without any they
+    stand on the guards' command lines."""
 
-    def __init__(self, folder: Path, step_timeout: float | None = None, world_size: int = 3) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        step_timeout: float | None = None,
+        world_size: int = 3,
+        arguments: tuple[str, ...] = (),
+    ) -> None:
         self.folder = folder
         self.said: list[str] = []
         self.world_size = world_size
+        self.arguments = arguments
         self.key_file = folder / "key"
         self.write_key(KEY)
-        settings = HubSettings(world_size, KEY, TIMEOUT, step_timeout)
+        settings = HubSettings(world_size, KEY, TIMEOUT, step_timeout, arguments=arguments)
         self.hub = Hub(settings, self.said.append)
         self.guards: list[subprocess.Popen] = []
 
@@ -47,7 +55,6 @@ class Start:
     ) -> None:
         """Start the guard of `rank`. `elsewhere`: another place; `changes`: other values in its ticket."""
         values = {
-            "arguments": (str(self.folder), *job),
             "hosts": (("here", self.world_size),),
             "address": "127.0.0.1",
             "port": self.hub.port,
@@ -64,7 +71,8 @@ class Start:
         environment = os.environ | {name: str(value) for name, value in place.items()}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "CROSS_RANK": "0"}
         environment |= {name: str(value) for name, value in elsewhere.items()}
-        command = [*before, sys.executable, str(STAND_IN), "--local_rank=0", encode(ticket)]
+        line = () if self.arguments else (str(self.folder), *job)
+        command = [*before, sys.executable, str(STAND_IN), "--local_rank=0", encode(ticket), *line]
         with (self.folder / f"console{rank}").open("w") as out:
             self.guards.append(subprocess.Popen(command, env=environment, stdout=out, stderr=out))
 

@@ -79,14 +79,16 @@ def pair() -> Iterator[Hosts]:
 
 
 def test_options_variables_places_and_logs(pair: Hosts) -> None:
-    """Unequal slots, words that shells would read, variables that the launcher does not pass on."""
+    """Unequal slots, words that shells would read and more of them than one argument holds, variables that
+    the launcher does not pass on."""
     hostfile = pair.folder / "unequal"
     hostfile.write_text("h1 slots=1\nh2 slots=2\n")
     before = key_files(pair, "h1")  # of whatever else runs on this machine
-    job = Job(pair, hostfile, *HARD_TO_PASS, steps=3)
+    words = [*HARD_TO_PASS, *(f"{number:060d}" for number in range(3000))]
+    job = Job(pair, hostfile, *words, steps=3)
     assert job.ends(90) == 0, job.process.stderr
     found = [json.loads((job.folder / "ranks" / f"{rank}.json").read_text()) for rank in range(3)]
-    assert [rank["arguments"][-len(HARD_TO_PASS) :] for rank in found] == [HARD_TO_PASS] * 3
+    assert [rank["arguments"][-len(words) :] for rank in found] == [words] * 3
     places = [rank["environment"] for rank in found]
     assert [(place["RANK"], place["LOCAL_RANK"], place["LOCAL_SIZE"]) for place in places] == [
         ("0", "0", "1"), ("1", "0", "2"), ("2", "1", "2"),

@@ -185,8 +185,8 @@ def test_logs_of_very_many_ranks_do_not_cut_rank_0_off(monkeypatch: pytest.Monke
     "answer",
     [
         b'{"do": "accept", "proof": "' + b"0" * 64 + b'"}\n',
-        b'{"do": "start", "address": "h", "port": 1, "environment": {"LD_PRELOAD": "x"}, "logs": null, '
-        b'"mark": ""}\n',
+        b'{"do": "start", "address": "h", "port": 1, "environment": {"LD_PRELOAD": "x"}, '
+        b'"arguments": [], "logs": null, "mark": ""}\n',
         b"SSH-2.0-OpenSSH\n",
     ],
 )

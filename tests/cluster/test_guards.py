@@ -37,6 +37,21 @@ def test_ranks_that_finish(start: Start) -> None:
     assert consoles[1:] == ["", ""]
 
 
+def test_the_jobs_arguments_come_from_the_hub_however_long_they_are(tmp_path: Path) -> None:
+    """They are more than the 128 KiB of one argument, which pdsh makes of a whole command line."""
+    odd = ("", "a b", "'", '"', "$HOME", "`id`", "%n", "\n", "ü", "\udcff")
+    job = (str(tmp_path), "1", "0", *odd, *(f"{number:060d}" for number in range(3000)))
+    start = Start(tmp_path, world_size=1, arguments=job)
+    try:
+        start.guard(0)
+        (rank,) = start.ranks()
+        assert rank["arguments"] == ["--local_rank=0", *job]
+        assert start.verdict().status == "finished"
+    finally:
+        start.hub.close()
+    assert start.codes() == [0]
+
+
 def test_ranks_get_the_rendezvous_that_is_free_where_rank_0_is(start: Start) -> None:
     start.all("1", "0.01")
     places = [rank["environment"] for rank in start.ranks()]
