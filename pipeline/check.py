@@ -30,7 +30,7 @@ from pipeline.cluster.launcher_options import (
     launcher_problems,
     split_arguments,
 )
-from pipeline.cluster.launcher_rules import launcher_world_problems, start_problems
+from pipeline.cluster.launcher_rules import launcher_world_problems, start_problems, unused_problems
 from pipeline.cluster.rank_environment import free_port
 from pipeline.cluster.running import running_problems
 from pipeline.cluster.world import World, resolve_world
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except JobError as error:
         print_problems(console(stderr=True), error.problems)
         return EXIT_WRONG_JOB
-    if problems := _conflicts(options, launcher):
+    if problems := _conflicts(options, arguments):
         print_problems(console(stderr=True), problems)
         return EXIT_WRONG_JOB
     if options.environment:
@@ -71,18 +71,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return EXIT_FINISHED if draft.job is not None else EXIT_WRONG_JOB
 
 
-def _conflicts(options: CheckOptions, launcher: LauncherOptions) -> list[Problem]:
+def _conflicts(options: CheckOptions, arguments: Sequence[str]) -> list[Problem]:
     """Things to look at that exclude each other."""
     problems = []
     for name in ("hosts", "fabric"):
         if getattr(options, name) and options.world_size is not None:
             rule = "has nobody to ask: --world_size describes ranks on paper"
             problems.append(Problem(name, True, rule, "Leave one of them out"))
-    others = {"hosts": options.hosts, "fabric": options.fabric, "hostfile": launcher.hostfile}
-    others["world_size"] = options.world_size
-    given = [name for name, value in others.items() if value]
-    if options.environment and given:
-        rule = f"looks at this machine alone, and at no job; --{given[0]} asks for more"
+    others = [word for word in arguments if word != "--environment"]
+    if options.environment and others:
+        rule = f"looks at this machine alone, and at no job; {others[0]} asks for more"
         problems.append(Problem("environment", True, rule, "Leave one of them out"))
     return problems
 
@@ -126,6 +124,8 @@ def check(
     draft.problems += deepspeed_env(Path.home(), Path.cwd(), os.environ, launcher.launcher)[1]
     if draft.world is not None:
         draft.problems += launcher_world_problems(launcher, draft.world)
+        if not batch:  # what a part of the hosts does not need, the whole job may
+            draft.problems += unused_problems(launcher, draft.world)
         paths = {"current folder": str(Path.cwd()), "python": sys.executable, "project": str(SCRIPT)}
         draft.problems += start_problems(launcher, draft.world, paths, os.environ)
     if draft.job is not None:

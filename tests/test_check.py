@@ -170,6 +170,8 @@ def test_a_name_that_the_terminal_cannot_show_is_no_failure(tmp_path: Path) -> N
         ("--environment --world_size 4", "environment = True: looks at this machine alone"),
         ("--environment --hosts", "--hosts asks for more"),
         ("--environment --hostfile hosts", "--hostfile asks for more"),
+        ("--environment --num_gpus 5", "--num_gpus asks for more"),
+        ("--model gpt2-xl --environment", "--model asks for more"),
     ],
 )
 def test_what_cannot_be_looked_at_together(

@@ -151,9 +151,11 @@ def prepare(options: Options, launcher: LauncherOptions, again: bool = False) ->
 
 def _ready(job: Job, launcher: LauncherOptions) -> Ready:
     """The launcher is handed what the filters leave, and not the filters: it does not find ``user@host`` by
-    them. srun takes its hosts from the filter, and knows no users."""
-    filters = launcher.include or launcher.exclude
-    if job.world.hostfile is None or not filters or launcher.launcher == "slurm":
+    them. srun takes its hosts from the filter, and knows no users. Nor does another process find the file
+    that is standard input here."""
+    of_this_process = (launcher.hostfile or "").startswith(("/dev/", "/proc/"))
+    filters = (launcher.include or launcher.exclude) and launcher.launcher != "slurm"
+    if job.world.hostfile is None or not (filters or of_this_process):
         return Ready(job, launcher)
     exact, world, hostfile = on_hosts(launcher, job.world)
     return Ready(replace(job, world=world), exact, hostfile=hostfile)

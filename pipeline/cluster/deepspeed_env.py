@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pipeline.job.problems import Problem
-from pipeline.job.user_input import is_file, read_text
+from pipeline.job.user_input import is_file, lines_of, read_text, unusual_space
 
 NAME = ".deepspeed_env"
 # The launcher puts a value with other characters between double quotes.
@@ -40,7 +40,7 @@ def deepspeed_env(
         except (OSError, ValueError) as error:
             problems.append(Problem(str(path), NAME, f"cannot be read ({error})", "Correct or remove it"))
             continue
-        for number, line in enumerate(text.splitlines(), start=1):
+        for number, line in enumerate(lines_of(text), start=1):
             key, _, value = line.partition("=")
             if rule := _wrong(line, launcher):
                 problems.append(Problem(f"{path} line {number}", _without_value(line), *rule))
@@ -60,6 +60,8 @@ def _wrong(line: str, launcher: str | None) -> tuple[str, str] | None:
         return "a line is NAME=VALUE", "Write NAME=VALUE, or remove it"
     if not _VARIABLE.fullmatch(key):
         return f"'{key}' is not a variable's name", "Write NAME=VALUE, without export"
+    if space := unusual_space(line.strip()):
+        return f"the character {space} does not arrive everywhere", "Use blanks or tabs, and ends of lines"
     if _READ_BY_SHELLS.search(value):
         rule = "the value passes through a shell, which takes quotes, $, ` and \\ out of it"
         return rule, "Write the value without them; quotes around it are not needed"

@@ -7,12 +7,14 @@ takes ``slots=2.9`` as 2, keeps hosts with ``slots=0``, and trains on one machin
 
 from __future__ import annotations
 
+import ipaddress
 import re
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.job.problems import Problem
-from pipeline.job.user_input import read_text
+from pipeline.job.user_input import lines_of, read_text, unusual_space
 
 # Host names pass through ssh and two shells on their way: nothing in them may mean something to a shell.
 _HOST_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
@@ -49,6 +51,9 @@ def read_hostfile(path: str | Path) -> tuple[tuple[Host, ...], tuple[Problem, ..
     A line with a problem gives no host. The file being missing, unreadable or empty is a problem, too.
     """
     try:
+        # A pipe's content would be there for one reader, and there are several, with every start again.
+        if not stat.S_ISREG(Path(path).stat().st_mode) and not Path(path).is_dir():
+            raise ValueError("it is no regular file")
         text = read_text(path)
     except (OSError, ValueError) as error:
         is_decoding = isinstance(error, UnicodeDecodeError)
@@ -66,7 +71,7 @@ def _parse_lines(text: str, path: str) -> tuple[list[Host], list[Problem]]:
     hosts: list[Host] = []
     problems: list[Problem] = []
     first_line: dict[str, int] = {}
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(lines_of(text), start=1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         parsed = _parse_line(line)
@@ -88,7 +93,12 @@ def _machine(host: Host) -> str:
 
 def _parse_line(line: str) -> Host | tuple[str, str]:
     """The host of one line, or (rule, remedy) of the first thing wrong with it."""
+    if space := unusual_space(line):
+        return f"the character {space} separates nothing here", "Use blanks or tabs, and ends of lines"
     name, *rest = line.split()
+    if _is_ipv6(name.rpartition("@")[2]):
+        rule = f"'{name}' is an IPv6 address, whose colons launchers take for those before slots"
+        return rule, "Give the host a name, in DNS or in every host's /etc/hosts"
     if wrong := host_name_rule(name):
         return wrong, "Use letters, digits, '.', '_' and '-', with user@ in front if needed"
     if not rest:
@@ -107,6 +117,26 @@ def _parse_line(line: str) -> Host | tuple[str, str]:
     if len(rest) > 1:
         return f"'{' '.join(rest[1:])}' follows the slot count", "Put comments on lines of their own"
     return Host(name, int(value))
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        return ipaddress.ip_address(text.strip("[]")).version == 6
+    except ValueError:
+        return False
+
+
+def address_rule(address: str) -> str | None:
+    """What is wrong with an address at which programs of other hosts are to find one, or None."""
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        if "@" in address:
+            return "an address has no user"
+        return host_name_rule(address)
+    if isinstance(found, ipaddress.IPv6Address) and found.scope_id is not None:
+        return f"'%{found.scope_id}' is an interface of one machine"
+    return None
 
 
 def host_name_rule(name: str) -> str | None:

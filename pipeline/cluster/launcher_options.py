@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.cluster.hostfile import host_name_rule
+from pipeline.cluster.hostfile import address_rule
 from pipeline.job.problems import Problem
 
 # Below 5 s of failure time-out, a host that swaps is taken for one that is gone.
@@ -148,8 +148,7 @@ def launcher_problems(options: LauncherOptions) -> list[Problem]:
             problems.append(Problem(key, port, "a port is from 1 to 65535", "Give another port"))
     for key in ("master_addr", "launch_addr"):
         address = getattr(options, key)
-        # host_name_rule knows no IPv6; its colons are as harmless as letters.
-        if address is not None and (rule := host_name_rule(address.replace(":", ""))):
+        if address is not None and (rule := address_rule(address)):
             problems.append(Problem(key, address, rule, "Give a host's name or address"))
     for key, least in LEAST_SECONDS.items():
         seconds = getattr(options, key)

@@ -14,6 +14,7 @@ from pipeline.job.problems import Problem
 _TAKE_NO_PART = ("openmpi", "mpich", "impi", "mvapich")
 # It gives these a number of ranks per host.
 _EQUAL_SLOTS = ("mpich", "impi", "mvapich", "slurm")
+_OF_OTHER_HOSTS = ("launcher_args", "ssh_port", "launch_addr")
 _FILTERS = ("include", "exclude", "num_nodes", "num_gpus")
 
 
@@ -36,6 +37,21 @@ def _place_problems(options: LauncherOptions, world: World) -> list[Problem]:
             remedy = "Set User for it in ~/.ssh/config, and leave user@ out of the hostfile"
             problems.append(Problem("hostfile", host.name, rule, remedy))
     return problems
+
+
+def unused_problems(options: LauncherOptions, world: World) -> list[Problem]:
+    """Options that this start of the whole job would not look at."""
+    if options.no_ssh:
+        rule = "has no use with --no_ssh, where each host starts its own ranks"
+    elif world.is_local:
+        rule = "has no use: no other host takes part"
+    elif options.launcher == "slurm" and options.ssh_port is not None:
+        rule = "has no use with slurm, which reaches hosts without ssh"
+        return [Problem("ssh_port", options.ssh_port, rule, "Leave it out")]
+    else:
+        return []
+    given = [key for key in _OF_OTHER_HOSTS if getattr(options, key) is not None]
+    return [Problem(key, getattr(options, key), rule, "Leave it out") for key in given]
 
 
 def start_problems(

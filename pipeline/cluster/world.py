@@ -131,7 +131,7 @@ def world_from_hostfile(
     if not problems:
         hosts, problems = select_hosts(hosts, include, exclude, num_nodes, num_gpus)
     if not problems:
-        problems = _loopback_among_others(hosts, path)
+        problems = _loopback_among_others(hosts, path) or _names_of_this_machine(hosts, path)
     if problems:
         raise JobError(problems)
     if not all(is_this_machine(host.name) for host in hosts):
@@ -208,6 +208,15 @@ def _loopback_among_others(hosts: tuple[Host, ...], path: str) -> tuple[Problem,
         return ()
     rule = "means another machine on every host, so it cannot stand beside other hosts"
     return (Problem(path, loopback[0], rule, "Write the name or address by which the others reach it"),)
+
+
+def _names_of_this_machine(hosts: tuple[Host, ...], path: str) -> tuple[Problem, ...]:
+    """One machine cannot be two hosts: their ranks would want the same devices."""
+    mine = [host.name for host in hosts if is_this_machine(host.name.rpartition("@")[2])]
+    if len(mine) < 2:
+        return ()
+    rule = f"is this machine, as {mine[0]} is"
+    return (Problem(path, mine[1], rule, "Keep one line for it, with the sum of the slots"),)
 
 
 def _imagined_world(size: int, hostfile: str | None, *filters: object) -> World:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 # No description of a job, host list or model is as large; data is, and /dev/zero has no end.
@@ -36,6 +37,19 @@ def read_text(path: str | Path) -> str:
     if len(content) > MOST_BYTES:
         raise ValueError(f"it is larger than {MOST_BYTES:,} bytes")
     return content.decode()
+
+
+def lines_of(text: str) -> list[str]:
+    """Its lines as Python's and a shell's readers see them; `str.splitlines` splits at seven more
+    characters."""
+    return [line.removesuffix("\n") for line in io.StringIO(text, newline=None)]
+
+
+def unusual_space(line: str) -> str | None:
+    """The first character in it that looks like a blank or a line's end and is neither blank nor tab, or
+    that ends a string in C; as ``U+2028``."""
+    found = next((c for c in line if c == "\0" or (c.isspace() and c not in " \t")), None)
+    return None if found is None else f"U+{ord(found):04X}"
 
 
 def is_text(value: str) -> bool:

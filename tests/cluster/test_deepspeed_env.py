@@ -30,6 +30,8 @@ def read(tmp_path: Path, text: str, launcher: str | None = None):
         (f"TOKEN=${SECRET}", "passes through a shell"),
         (f"TOKEN=`{SECRET}`", "passes through a shell"),
         (f"TOKEN=\\{SECRET}", "passes through a shell"),
+        (f"TOKEN={SECRET}\u2028B=1", "the character U+2028"),
+        (f"TOKEN={SECRET}\x00", "the character U+0000"),
     ],
 )
 def test_lines_that_the_launcher_breaks_on(tmp_path: Path, line: str, rule: str) -> None:

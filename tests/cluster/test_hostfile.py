@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,9 @@ def write(tmp_path: Path, text: str) -> Path:
         ("me@h-1.example.org slots=1\n10.0.0.7 slots=1\n", [("me@h-1.example.org", 1), ("10.0.0.7", 1)]),
         ("b slots=1\na slots=1\n", [("b", 1), ("a", 1)]),
         ("h1 slots=007\n", [("h1", 7)]),
+        ("h1 slots=1\rh2 slots=1\r\n\x0c\n", [("h1", 1), ("h2", 1)]),
+        # A comment goes on to the end of its line, for DeepSpeed, too.
+        ("# a\u2028h1 slots=1\x0bh2 slots=1\x85h3 slots=1\nh4 slots=1\n", [("h4", 1)]),
     ],
 )
 def test_good_files(tmp_path: Path, text: str, expected: list[tuple[str, int]]) -> None:
@@ -42,6 +46,9 @@ def test_good_files(tmp_path: Path, text: str, expected: list[tuple[str, int]]) 
         ("h1", "the slot count is missing"),
         ("h1:2", "not a host name"),
         ("\ufeffh1 slots=2", "not a host name"),  # DeepSpeed would take the mark for a part of the name
+        *((f"h1 slots=2{c}h2 slots=2", f"U+{ord(c):04X}") for c in "\v\f\x1c\x1f\x85\xa0\u2028"),
+        ("fe80::1 slots=2", "'fe80::1' is an IPv6 address"),
+        ("me@[fd00::1] slots=2", "is an IPv6 address"),
         ("h1 slots", "without spaces around '='"),
         ("h1 slots = 2", "without spaces around '='"),
         ("h1 slots=", "without spaces around '='"),
@@ -105,9 +112,28 @@ def test_a_missing_file_is_a_problem(tmp_path: Path) -> None:
 
 def test_a_folder_and_a_binary_file_are_problems(tmp_path: Path) -> None:
     assert "directory" in read_hostfile(tmp_path)[1][0].rule
-    assert "larger than" in read_hostfile("/dev/zero")[1][0].rule
+    assert "no regular file" in read_hostfile("/dev/zero")[1][0].rule
+    (tmp_path / "large").write_bytes(b"#" * (2**20 + 1))
+    assert "larger than" in read_hostfile(tmp_path / "large")[1][0].rule
+    assert "null byte" in read_hostfile("a\0b")[1][0].rule
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     assert "not text" in read_hostfile(tmp_path / "binary")[1][0].rule
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    reader, writer = os.pipe()
+    os.write(writer, b"h1 slots=2\n")
+    os.close(writer)
+    for path in (f"/proc/self/fd/{reader}", tmp_path / "pipe"):
+        hosts, (problem,) = read_hostfile(path)
+        assert (hosts, "no regular file" in problem.rule) == ((), True)
+    os.close(reader)
+    (tmp_path / "hosts").write_text("h1 slots=2\n")
+    (tmp_path / "link").symlink_to(tmp_path / "hosts")
+    with (tmp_path / "hosts").open() as file:
+        for path in (tmp_path / "link", f"/proc/self/fd/{file.fileno()}"):
+            assert read_hostfile(path) == ((Host("h1", 2),), ())
 
 
 HOSTS = (Host("h1", 4), Host("h2", 4), Host("u@h3", 2))

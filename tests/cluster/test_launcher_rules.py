@@ -9,8 +9,9 @@ import pytest
 from pipeline import check
 from pipeline.cluster.hostfile import Host
 from pipeline.cluster.launcher_options import LAUNCHERS, LauncherOptions
-from pipeline.cluster.launcher_rules import launcher_world_problems, start_problems
+from pipeline.cluster.launcher_rules import launcher_world_problems, start_problems, unused_problems
 from pipeline.cluster.world import World
+from pipeline.job.options import Options, parse_options
 
 EQUAL = World((Host("h1", 2), Host("h2", 2)), "cuda", None, True, "hosts")
 UNEQUAL = World((Host("h1", 2), Host("h2", 4)), "cuda", None, True, "hosts")
@@ -69,6 +70,17 @@ def test_users_are_unknown_where_slots_are_chosen_and_to_slurm() -> None:
     assert "not me@h1" in rules("slurm", World(whole.hosts[:1], "cuda", None, True, "hosts"))[0]
 
 
+def test_options_that_nothing_looks_at() -> None:
+    given = {"launcher_args": "-x", "ssh_port": 22, "launch_addr": "h0"}
+
+    def keys(world: World, **options: object) -> list[str]:
+        return [problem.key for problem in unused_problems(LauncherOptions(**options), world)]
+
+    assert keys(LOCAL, **given) == keys(EQUAL, no_ssh=True, **given) == [*given]
+    assert keys(EQUAL, **given) == keys(LOCAL, no_ssh_check=True) == []
+    assert keys(EQUAL, launcher="slurm", **given) == ["ssh_port"]
+
+
 @pytest.mark.parametrize("path", ["/a b", "/a&b", "/a;b", "/$HOME", "/it's", "/%n", "/a`b", "/a*", "/a\nb"])
 def test_what_shells_of_other_hosts_would_read(path: str) -> None:
     def keys(world: World, paths: dict[str, str], environ: dict[str, str], **options: object) -> list[str]:
@@ -92,6 +104,14 @@ def test_the_check_looks_at_where_it_runs(
     arguments = ["--hostfile", str(tmp_path / "hosts"), "--output_dir", str(tmp_path / "run")]
     assert check.main(arguments) == 2
     assert "current folder = " in capsys.readouterr().out
+
+
+def test_a_part_of_the_job_may_not_need_what_the_whole_does(tmp_path: Path) -> None:
+    options = parse_options(["--output_dir", str(tmp_path), "--model", "tiny"], Options)
+    given = LauncherOptions(hostfile="hosts", ssh_port=22)
+    keys = [problem.key for problem in check.check(options, given, world=LOCAL).problems]
+    part = [problem.key for problem in check.check(options, given, world=LOCAL, batch=(4, 1, 2)).problems]
+    assert ("ssh_port" in keys, "ssh_port" in part) == (True, False)
 
 
 def test_the_check_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

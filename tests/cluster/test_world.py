@@ -156,6 +156,17 @@ def test_localhost_cannot_stand_beside_others(tmp_path: Path) -> None:
     assert problem.value == "localhost"
 
 
+@pytest.mark.parametrize("second", ["h1", "ada@h1"])
+def test_two_names_of_this_machine_are_one_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second: str
+) -> None:
+    (tmp_path / "hosts").write_text(f"h1.cluster slots=1\nh2 slots=2\n{second} slots=2\n")
+    monkeypatch.setattr(socket, "gethostname", lambda: "h1.cluster")
+    (problem,) = problems_of(resolve_world, hostfile=str(tmp_path / "hosts"))
+    assert (problem.value, problem.rule) == (second, "is this machine, as h1.cluster is")
+    assert len(resolve_world(hostfile=str(tmp_path / "hosts"), exclude=second).hosts) == 2
+
+
 def test_a_named_hostfile_that_is_missing_is_never_one_machine(tmp_path: Path) -> None:
     assert problems_of(resolve_world, hostfile=str(tmp_path / "nope"))[0].key == "hostfile"
 

@@ -54,11 +54,23 @@ def test_a_time_that_never_comes_is_refused(value: str) -> None:
     assert [problem.key for problem in problems_of(f"--stop_timeout {value}")] == ["stop_timeout"]
 
 
-@pytest.mark.parametrize("value", ["", "h1 h2", "h1;id", "-x"])
-def test_an_address_that_a_shell_would_read_is_refused(value: str) -> None:
-    assert [p.key for p in launcher_problems(LauncherOptions(master_addr=value))] == ["master_addr"]
+@pytest.mark.parametrize("key", ["master_addr", "launch_addr"])
+def test_an_address_is_one_and_nothing_that_a_shell_would_read(key: str) -> None:
+    for bad in (
+        "",
+        "h1 h2",
+        "h1;id",
+        "-x",
+        "me@h1",
+        "me@10.0.0.1",
+        "h1:22",
+        "h:1:2",
+        "fe80::1%eth0",
+        "[::1]",
+    ):
+        assert [p.key for p in launcher_problems(LauncherOptions(**{key: bad}))] == [key], bad
     for good in ("h1.example.org", "10.0.0.1", "fe80::1"):
-        assert launcher_problems(LauncherOptions(master_addr=good)) == []
+        assert launcher_problems(LauncherOptions(**{key: good})) == []
 
 
 def test_a_place_below_the_first_host_is_refused() -> None:
