@@ -31,7 +31,7 @@ if __name__ == "__main__":
 
 from pipeline.checkpoints.resume import resume_problems
 from pipeline.checkpoints.space import space_problems
-from pipeline.cluster.outcome import Outcome, write_outcome
+from pipeline.cluster.outcome import Outcome, record_outcome
 from pipeline.cluster.rank_environment import RankEnvironment, read_rank_environment
 from pipeline.cluster.rank_link import Inherited, NullLink, RankLink, connect, split_inherited
 from pipeline.cluster.running import only_job
@@ -103,7 +103,7 @@ def _read_job(options: Options, environment: RankEnvironment, inherited: Inherit
 def _leave_early(job: Job, environment: RankEnvironment, link: RankLink, request: str) -> None:
     """The last word of a rank that a signal ends before the ranks have met. Nothing had been trained."""
     message = f"{request} on rank {environment.rank} before the first step"
-    write_outcome(job.output_dir, Outcome("stopped", 0, environment.master_port, environment.rank, message))
+    record_outcome(job.output_dir, Outcome("stopped", 0, environment.master_port, environment.rank, message))
     link.left_early(message)
 
 
@@ -119,7 +119,7 @@ def _train(job: Job, environment: RankEnvironment, stop: StopRequest, link: Rank
         return Outcome(ending.status, ending.step, environment.master_port, message=ending.message)
 
     try:
-        record = lambda ending: write_outcome(job.output_dir, outcome(ending))  # noqa: E731
+        record = lambda ending: record_outcome(job.output_dir, outcome(ending))  # noqa: E731
         ending = run(job, environment, stop, record, link)
     except JobError as error:
         return _refuse(error, environment, link, job.output_dir)
@@ -139,7 +139,7 @@ def _fail(error: Exception, step: int, job: Job, environment: RankEnvironment, l
     print(f"rank {environment.rank} failed after step {step}:\n{trace}", file=sys.stderr, flush=True)
     message = f"{type(error).__name__}: {error}"
     outcome = Outcome("failed", step, environment.master_port, environment.rank, message)
-    write_outcome(job.output_dir, outcome)
+    record_outcome(job.output_dir, outcome)
     return EXIT_FAILED
 
 
@@ -153,7 +153,7 @@ def _refuse(
     # A folder that the job may not have is not written to, nor is one made for a job that is none.
     may_write = output_dir is not None and Path(output_dir).is_dir() and not _concerns_folder(error)
     if environment.local_rank == 0 and may_write:
-        write_outcome(output_dir, Outcome("wrong_job", 0, environment.master_port, environment.rank))
+        record_outcome(output_dir, Outcome("wrong_job", 0, environment.master_port, environment.rank))
     return EXIT_WRONG_JOB
 
 

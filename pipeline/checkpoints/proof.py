@@ -28,6 +28,25 @@ PICKLED = ".pt"
 
 
 @dataclass(frozen=True)
+class Agreed(Selection):
+    """What all ranks go on from.
+
+    Attributes:
+        proven: False: a stop came before its digests had been compared.
+    """
+
+    proven: bool = True
+
+
+class GivenUp(Exception):
+    """Some rank was asked to stop before a checkpoint was proven. Raised on every rank alike."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(str(checkpoint.path))
+        self.checkpoint = checkpoint
+
+
+@dataclass(frozen=True)
 class Reading:
     """How far a rank is.
 
@@ -62,11 +81,11 @@ class Prover:
     stopped: Callable[[], bool] = lambda: False
 
     def failure(self, checkpoint: Checkpoint) -> str | None:
-        """What is wrong with the checkpoint, the same on every rank; None if every digest matches, or a stop
-        came before that was seen.
+        """What is wrong with the checkpoint, the same on every rank; None if every digest matches.
 
         Raises:
             JobError: on every rank: its files are whole, but would call what is not allowed.
+            GivenUp: a stop came before that was seen.
         """
         readers = self._readers(checkpoint)
         if missing := [name for name, ranks in readers.items() if not ranks]:
@@ -95,12 +114,13 @@ class Prover:
         while True:
             mine = _advance(reading, time.monotonic() + ROUND_SECONDS)
             stops, all_of_us = zip(*gather_objects(self.parallel, (self.stopped(), mine)), strict=True)
-            if any(stops):
-                return None
-            if failures := [each.failure for each in all_of_us if each.failure]:
-                return failures[0]
-            if all(each.done for each in all_of_us):
+            failures = [each.failure for each in all_of_us if each.failure]
+            if not failures and all(each.done for each in all_of_us):
                 break
+            if any(stops):
+                raise GivenUp(checkpoint)
+            if failures:
+                return failures[0]
             read = sum(each.bytes for each in all_of_us)
             self.say(f"proving {checkpoint.path}: {read / 1e9:.1f} of {total / 1e9:.1f} GB")
         _refuse_foreign([pair for each in all_of_us for pair in each.foreign])
@@ -162,9 +182,9 @@ def _refuse_foreign(pairs: Sequence[tuple[str, str]]) -> None:
     raise JobError([foreign_problem(Path(path), sorted(names)) for path, names in sorted(by_file.items())])
 
 
-def agree_on_checkpoint(job: Job, found: Selection, prover: Prover) -> Selection:
-    """What all ranks go on from: a checkpoint that is complete on every host and whose digests match.
-    Collective.
+def agree_on_checkpoint(job: Job, found: Selection, prover: Prover) -> Agreed:
+    """What all ranks go on from: a checkpoint that is complete on every host and whose digests match, unless
+    a stop comes before that is seen. Collective.
 
     Args:
         found: What this rank has selected for itself.
@@ -173,25 +193,28 @@ def agree_on_checkpoint(job: Job, found: Selection, prover: Prover) -> Selection
         JobError: on every rank alike: there are some and none is usable, or the one that was named is not.
     """
     if job.options.resume == "never":
-        return found
-    if job.options.resume == "auto":
-        agreed = _newest_proven(candidates_of(job), prover)
-    else:
-        agreed = _named(found.checkpoint, prover)
+        return Agreed(found.checkpoint, found.notes)
+    try:
+        if job.options.resume == "auto":
+            agreed = _newest_proven(candidates_of(job), prover)
+        else:
+            agreed = _named(found.checkpoint, prover)
+    except GivenUp as stopped:
+        agreed = Agreed(stopped.checkpoint, proven=False)
     if agreed.checkpoint is not None and (problems := continuation_problems(agreed.checkpoint, job)):
         raise JobError(problems)
     return agreed
 
 
-def _named(checkpoint: Checkpoint | None, prover: Prover) -> Selection:
+def _named(checkpoint: Checkpoint | None, prover: Prover) -> Agreed:
     assert checkpoint is not None, "a checkpoint that is named is found or refused"
     if failure := prover.failure(checkpoint):
         remedy = "Name another checkpoint, or leave --resume out for the newest whole one"
         raise JobError([Problem("resume", str(checkpoint.path), failure, remedy)])
-    return Selection(checkpoint)
+    return Agreed(checkpoint)
 
 
-def _newest_proven(candidates: Candidates, prover: Prover) -> Selection:
+def _newest_proven(candidates: Candidates, prover: Prover) -> Agreed:
     """Go down from the newest until all ranks have the same one and its digests match."""
     below = None
     while True:
@@ -209,7 +232,7 @@ def _newest_proven(candidates: Candidates, prover: Prover) -> Selection:
             candidates.passed[str(checkpoint.path)] = failure
             below = place
         else:
-            return Selection(checkpoint, candidates.notes(checkpoint))
+            return Agreed(checkpoint, candidates.notes(checkpoint))
     if place == NOTHING and any(gather_objects(prover.parallel, candidates.exist)):
         raise candidates.refusal()
-    return Selection()
+    return Agreed()

@@ -6,9 +6,11 @@ import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import IO
 
 from pipeline.check import can_ask_hosts, check, check_with_hosts, print_draft
+from pipeline.checkpoints.manifest import Checkpoint
 from pipeline.checkpoints.select import select_checkpoint
 from pipeline.cluster.fewer_hosts import Plan, describe, describe_return, on_hosts, plan_fewer
 from pipeline.cluster.hosts.host_check import HostCheck
@@ -109,21 +111,31 @@ def _next_start(
 
 def tell_how_to_go_on(job: Job, saved: int | None, command: Sequence[str]) -> None:
     """After a failure, or a stop that has saved nothing: the command that goes on from the newest checkpoint,
-    where there is one.
+    or from the one that it names, where there is one.
 
     Args:
         saved: Step of the newest one that a start has completed, where this machine may not see it.
     """
-    try:
-        found = select_checkpoint(replace(job, options=replace(job.options, resume="auto"))).checkpoint
-    except JobError:
-        found = None
+    found = _selected(job, "auto")
+    named = None if saved is not None or job.options.resume in ("auto", "never") else job.options.resume
+    if named is not None and (found is None or found.path.resolve() != Path(named).resolve()):
+        found = _selected(job, named)  # no start has come so far as to note it for the next one
+    else:
+        named = None
     step = found.state.step if found is not None else saved
     if step is None:
         return
     given = any(word == "--resume" or word.startswith("--resume=") for word in command)
-    again = shlex.join(resuming(command) if given else command)
+    again = shlex.join(resuming(command) if given and named is None else command)
     say(f"To go on from the checkpoint of step {step}: {again}")
+
+
+def _selected(job: Job, resume: str) -> Checkpoint | None:
+    """What the job goes on from with that ``--resume``; None where there is nothing, or nothing usable."""
+    try:
+        return select_checkpoint(replace(job, options=replace(job.options, resume=resume))).checkpoint
+    except JobError:
+        return None
 
 
 def prepare(options: Options, launcher: LauncherOptions, again: bool = False) -> Ready | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -70,8 +71,23 @@ def write_outcome(output_dir: str | Path, outcome: Outcome, is_verdict: bool = F
     if earlier is not None and earlier.status == "failed" and not is_verdict:
         return
     draft = path.with_name(f"{OUTCOME_FILE}.{os.getpid()}")
-    draft.write_text(json.dumps(asdict(outcome)) + "\n", encoding="utf-8")
-    draft.replace(path)
+    try:
+        draft.write_text(json.dumps(asdict(outcome)) + "\n", encoding="utf-8")
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def record_outcome(output_dir: str | Path, outcome: Outcome) -> None:
+    """`write_outcome` of a rank that leaves: a file that cannot be written changes nothing about how the run
+    ended, which the exit code tells, and the guard."""
+    try:
+        write_outcome(output_dir, outcome)
+    except OSError as error:
+        ended = f"{outcome.status.replace('_', ' ')}, after step {outcome.step}"
+        said = f"WARNING: {Path(output_dir) / OUTCOME_FILE} cannot be written ({error}): {ended}"
+        print(said, file=sys.stderr, flush=True)
 
 
 def clear_outcome(output_dir: str | Path) -> None:

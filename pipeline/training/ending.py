@@ -29,9 +29,11 @@ class RunFailed(Exception):
         self.error, self.step = error, step
 
 
-def resume_hint(job: Job) -> str:
-    """How a run that was stopped is resumed."""
-    return f"to resume: {_again(job)}"
+def resume_hint(job: Job, by_name: bool = False) -> str:
+    """How a run that was stopped is resumed; `by_name`: the checkpoint that this start has named, if it has,
+    must be named again."""
+    named = ["--resume", job.options.resume] if by_name and job.options.resume != "auto" else []
+    return f"to resume: {_again(job, *named)}"
 
 
 def go_on_hint(job: Job, done: int) -> str:
@@ -39,7 +41,7 @@ def go_on_hint(job: Job, done: int) -> str:
     return f"to train on: {_again(job)} --train_steps {2 * done}"
 
 
-def _again(job: Job) -> str:
+def _again(job: Job, *more: str) -> str:
     """The command that starts this run again, as a shell reads it."""
     folder = job.output_dir
-    return shlex.join(["./launch.sh", "--config", f"{folder}/run.json", "--output_dir", folder])
+    return shlex.join(["./launch.sh", "--config", f"{folder}/run.json", "--output_dir", folder, *more])

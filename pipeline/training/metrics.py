@@ -11,11 +11,8 @@ norm. Such a value is written as ``null`` and named under an extra key that othe
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +20,7 @@ from typing import IO, Any, Protocol
 
 from pipeline.training.atomic_file import remove_unfinished, replaced_atomically
 from pipeline.training.best_losses import Best
+from pipeline.training.line_file import LineFile
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -152,7 +150,7 @@ def _kind(name: str | None) -> str:
     return "eval" if name is None else f"eval {name}"
 
 
-class MetricsFile:
+class MetricsFile(LineFile):
     """`metrics.jsonl`, appended to by rank 0 alone, one flushed line per call.
 
     Opening it for a run that continues after `resume_step` steps (0 for a new run) removes the lines
@@ -161,9 +159,6 @@ class MetricsFile:
 
     A file has each step once if the loop calls `sync` before it writes a checkpoint (so that the
     lines up to the checkpoint outlive the host) and evaluates before it does.
-
-    A disk that is full for a while costs no line: what cannot be written waits for the next call, and only
-    `sync` and `close` fail.
 
     Args:
         evaluation_due: The evaluations of `resume_step` will be done again.
@@ -179,68 +174,28 @@ class MetricsFile:
     """
 
     def __init__(self, path: str | Path, resume_step: int = 0, *, evaluation_due: bool = False) -> None:
-        self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        remove_unfinished(self.path)
-        self._order = _Order(self.path)
-        kept_steps = self._repair(resume_step, evaluation_due) if self.path.exists() else 0
+        path = Path(path)
+        remove_unfinished(path)
+        self._order = _Order(path)
+        kept_steps = self._repair(path, resume_step, evaluation_due) if path.exists() else 0
         self.missing_steps = resume_step - kept_steps
-        self._file = self.path.open("ab", buffering=0)
-        self._waiting = b""
+        super().__init__(path)
 
     def step(self, metrics: StepMetrics) -> None:
-        self._append("step", metrics)
+        self._add("step", metrics)
 
     def evaluation(self, metrics: EvalMetrics) -> None:
-        self._append(_kind(metrics.name), metrics)
+        self._add(_kind(metrics.name), metrics)
 
-    def sync(self) -> None:
-        """Return once every line so far is on the disk.
-
-        Raises:
-            OSError: it is full.
-        """
-        self._write()
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        """Raises OSError if lines are lost because the disk is full."""
-        try:
-            self._write()
-        finally:
-            self._file.close()
-
-    def __enter__(self) -> MetricsFile:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        # What ends the run is told, not that its disk is full besides: a resumed run takes these steps again.
-        with contextlib.suppress(OSError) if kind is not None else contextlib.nullcontext():
-            self.close()
-
-    def _append(self, kind: str, metrics: StepMetrics | EvalMetrics) -> None:
+    def _add(self, kind: str, metrics: StepMetrics | EvalMetrics) -> None:
         self._order.advance(kind, metrics.step)
-        self._waiting += to_json(metrics).encode() + b"\n"
-        try:
-            self._write()
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
+        self.append(to_json(metrics).encode())
 
-    def _write(self) -> None:
-        """Write what waits; what has been written of it does not wait any more."""
-        while self._waiting:
-            try:
-                written = self._file.write(self._waiting)
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, str(self.path)) from error
-            self._waiting = self._waiting[written:]
-
-    def _repair(self, resume_step: int, evaluation_due: bool) -> int:
+    def _repair(self, path: Path, resume_step: int, evaluation_due: bool) -> int:
         """Keep the objects of steps 1 .. resume_step; returns how many steps are kept."""
         kept_steps = 0
-        with self.path.open("rb") as old, replaced_atomically(self.path) as new:
-            for line, kind in _kept(self.path, old, resume_step, evaluation_due, self._order):
+        with path.open("rb") as old, replaced_atomically(path) as new:
+            for line, kind in _kept(path, old, resume_step, evaluation_due, self._order):
                 kept_steps += kind == "step"
                 new.write(line.rstrip(b"\r\n") + b"\n")
         return kept_steps

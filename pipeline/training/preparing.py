@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from pipeline.checkpoints.manifest import TrainState
-from pipeline.checkpoints.proof import Prover, agree_on_checkpoint
+from pipeline.checkpoints.proof import Agreed, Prover, agree_on_checkpoint
 from pipeline.checkpoints.select import Selection, select_checkpoint
 from pipeline.checkpoints.space import checkpoint_bytes
 from pipeline.cluster.rank_environment import RankEnvironment
@@ -50,7 +50,7 @@ class Prepared:
 
     job: Job
     parallel: Parallel
-    selection: Selection
+    selection: Agreed
     data: TrainingData
     remote: RemoteCache
     stopping: Stopping
@@ -71,20 +71,20 @@ def prepare(job: Job, environment: RankEnvironment, stop: StopRequest, link: Ran
         StoppedEarly: a signal arrived before ranks met.
     """
     rank = environment.rank
-    selection = select_checkpoint(job)
+    found = select_checkpoint(job)
     if rank == 0:
-        _require_usable_numbers(job, _state(selection))
-    console = _console(job, rank, selection)
+        _require_usable_numbers(job, _state(found))
+    console = _console(job, rank, found)
     stopping = _stopping(job, rank, stop)
-    step = _state(selection).step
+    step = _state(found).step
     link.progress("preparing data", step)
     remote = remote_cache(job, console.message)
-    data = run_data(job, _state(selection), rank, console.message, remote)
+    data = run_data(job, _state(found), rank, console.message, remote)
     link.progress("joining", step)
-    parallel = _meet(job, environment)
-    stop.ranks_met()
+    with stop.meeting():
+        parallel = _meet(job, environment)
     link.progress("preparing data", step)  # all of a checkpoint is read, as long as that takes
-    found, selection = selection, _agreed(job, environment, parallel, selection, console, stopping)
+    selection = _agreed(job, environment, parallel, found, console, stopping)
     if selection.checkpoint != found.checkpoint:  # another one than the manifests alone had promised
         console = _console(job, rank, selection)
         data = run_data(job, _state(selection), rank, console.message, remote)
@@ -153,7 +153,7 @@ def _agreed(
     found: Selection,
     console: Console,
     stopping: Stopping,
-) -> Selection:
+) -> Agreed:
     """What all ranks go on from, proven by its digests."""
     stopped = lambda: stopping.code() != 0  # noqa: E731
     prover = Prover(parallel, environment.local_rank, job.options.allow_pickle, console.message, stopped)

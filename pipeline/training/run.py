@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pipeline.checkpoints.transfer import go_on_from, load_checkpoint
@@ -10,6 +11,7 @@ from pipeline.cluster.rank_environment import RankEnvironment
 from pipeline.cluster.rank_link import RankLink
 from pipeline.job.job import Job
 from pipeline.job.model_source import TOKENIZER_FOLDER
+from pipeline.job.problems import JobError
 from pipeline.job.run_file import write_run_file
 from pipeline.training.agreement import first_reason, gather_rows
 from pipeline.training.build import build_engine
@@ -38,24 +40,34 @@ def run(
     one has left with an exit code other than 0, which a stopped run's is. `link` hears how far the rank is.
 
     Raises:
-        JobError: the data cannot be used (found before ranks meet, on every rank alike).
+        JobError: the data cannot be used (found before ranks meet, on every rank alike), or the checkpoint.
         StoppedEarly: a signal arrived before ranks met.
-        RunFailed: anything that goes wrong once training has begun.
+        RunFailed: anything else that goes wrong once it is known what the run goes on from.
     """
     prepared = prepare(job, environment, stop, link)
-    link.progress("building", prepared.state.step)
-    engine = _build(prepared)
-    ending = _load(engine, prepared)
-    if environment.rank == 0:
-        write_run_file(job)  # only now: the folder belongs to a job that could be built
-        prepared.data.tokenizer.save(Path(job.output_dir) / TOKENIZER_FOLDER)
+    with _fails_after(prepared.state.step):
+        link.progress("building", prepared.state.step)
+        engine = _build(prepared)
+        ending = _load(engine, prepared)
+        if environment.rank == 0:
+            write_run_file(job)  # only now: the folder belongs to a job that could be built
+            prepared.data.tokenizer.save(Path(job.output_dir) / TOKENIZER_FOLDER)
     if ending is None:
         ending = _train(engine, prepared)
-    else:
-        what = f"stopped at step {ending.step} before its checkpoint was read ({ending.message})"
-        prepared.console.message(f"{what}; {resume_hint(job)}")
-    _leave(prepared, ending, record)
+    with _fails_after(ending.step):
+        _leave(prepared, ending, record)
     return ending
+
+
+@contextlib.contextmanager
+def _fails_after(step: int) -> Iterator[None]:
+    """Inside, an error is one after so many steps. Raises RunFailed."""
+    try:
+        yield
+    except JobError:
+        raise
+    except Exception as error:
+        raise RunFailed(error, step) from error
 
 
 def _build(prepared: Prepared) -> TrainEngine:
@@ -71,11 +83,18 @@ def _load(engine: TrainEngine, prepared: Prepared) -> Ending | None:
     if checkpoint is None:
         return None
     reason = first_reason(gather_rows(prepared.parallel, prepared.stopping.code())[:, 0])
+    proven = prepared.selection.proven
     if reason is None:
+        assert proven, "a reason to stop that ended the proof stays one"
         load_checkpoint(engine, checkpoint)
         return None
-    go_on_from(engine, checkpoint)  # for the next start, which may not name it again
-    return Ending("stopped", checkpoint.state.step, reason_text(reason))
+    if proven:
+        go_on_from(engine, checkpoint)  # for the next start, which may not name it again
+    ending = Ending("stopped", checkpoint.state.step, reason_text(reason))
+    before = "was read" if proven else "was proven"
+    what = f"stopped at step {ending.step} before its checkpoint {before} ({ending.message})"
+    prepared.console.message(f"{what}; {resume_hint(prepared.job, by_name=not proven)}")
+    return ending
 
 
 def _train(engine: TrainEngine, prepared: Prepared) -> Ending:

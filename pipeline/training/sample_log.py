@@ -8,7 +8,6 @@ number in the epoch. The lines of a run that was stopped and resumed are those o
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -17,12 +16,13 @@ import numpy as np
 from pipeline.checkpoints.folder import TrainState
 from pipeline.data.blend import Blend
 from pipeline.training.atomic_file import remove_unfinished, replaced_atomically
+from pipeline.training.line_file import LineFile
 from pipeline.training.metrics import EvalMetrics, StepMetrics, reading_failure
 
 SAMPLES_FILE = "samples.jsonl"
 
 
-class SampleLog:
+class SampleLog(LineFile):
     """A metrics sink of rank 0 that writes samples instead of numbers.
 
     Args:
@@ -42,27 +42,16 @@ class SampleLog:
         remove_unfinished(path)
         if path.exists():
             _trim(path, state.step)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab")
+        super().__init__(path)
 
     def step(self, metrics: StepMetrics) -> None:
         """Write the samples of this step, which are known from its number."""
         first = self._start.consumed_samples + (metrics.step - self._start.step - 1) * self._batch_size
         names = self._blend.names(np.arange(first, first + self._batch_size))
-        self._file.write(
-            json.dumps({"step": metrics.step, "first": first, "samples": names}).encode() + b"\n"
-        )
-        self._file.flush()
+        self.append(json.dumps({"step": metrics.step, "first": first, "samples": names}).encode())
 
     def evaluation(self, metrics: EvalMetrics) -> None:
         """Evaluation reads the same samples each time."""
-
-    def sync(self) -> None:
-        """Return once every line so far is on the disk."""
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def unusable_samples(path: Path) -> str | None:

@@ -8,8 +8,12 @@ Signals reach ranks at different times, so a rank must not act on its own flag: 
 flags of all ranks each step and all of them stop at the same boundary.
 
 Before the ranks have met there is no boundary, and nothing to save: the first signal ends the process. It
-raises `StoppedEarly` wherever the main thread is, and where that thread does not come back to Python (it
-waits for other ranks), the watching thread ends the process.
+raises `StoppedEarly` wherever the main thread is, and where that thread does not come back to Python, the
+watching thread ends the process.
+
+While they meet, some may have met already and count on this one, which cannot know. So a signal is kept for
+what they agree on first; only where they have not met `EARLY_SECONDS` after it, because one of them does not
+come, the watching thread ends the process.
 """
 
 from __future__ import annotations
@@ -20,10 +24,10 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 
-from pipeline.job.problems import EXIT_STOPPED
+from pipeline.job.problems import EXIT_STOPPED, JobError
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -47,7 +51,7 @@ class StopRequest:
 
     Args:
         announce: Say so on standard error when the first signal arrives; for rank 0.
-        early: The ranks have not met yet; `ranks_met` ends that.
+        early: The ranks have not met yet; `meeting` ends that.
 
     Attributes:
         leave: Ends the process early, when it cannot do so by itself; receives the signal's name. Whoever has
@@ -61,7 +65,7 @@ class StopRequest:
     """
 
     def __init__(self, announce: bool = False, early: bool = False) -> None:
-        self._announce, self._early = announce, early
+        self._announce, self._early, self._meeting = announce, early, False
         self.leave: Callable[[str], None] = lambda name: None
         self._signal: signal.Signals | None = None
         self._previous: dict[signal.Signals, object] = {}
@@ -81,8 +85,22 @@ class StopRequest:
         """The first signal that arrived on this rank, e.g. ``"SIGTERM"``; None if none did."""
         return None if self._signal is None else self._signal.name
 
-    def ranks_met(self) -> None:
-        """From now on a signal asks for a stop that all ranks agree on."""
+    @contextlib.contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Inside, the ranks meet; afterwards a signal asks for a stop that all of them agree on.
+
+        Raises:
+            StoppedEarly: they could not meet after a signal, which has ended others.
+        """
+        self._meeting = True
+        try:
+            yield
+        except JobError:
+            raise
+        except Exception as error:
+            if self._signal is None:
+                raise
+            raise StoppedEarly(self._signal.name) from error
         self._early = False
 
     def __enter__(self) -> StopRequest:
@@ -119,7 +137,7 @@ class StopRequest:
             # A hung-up terminal takes no words; the stop itself is what counts.
             with contextlib.suppress(OSError):
                 os.write(2, f"\n{self._signal.name}: {what}\n".encode())
-        if self._early:
+        if self._early and not self._meeting:
             raise StoppedEarly(self._signal.name)
 
     def _handle_in_child(self, number: int) -> None:

@@ -158,8 +158,8 @@ def _sinks(prepared: Prepared, stack: contextlib.ExitStack) -> Sinks:
         prepared.console.message(missing)
     if job.options.log_samples:
         batch_size = job.batch.train_batch_size
-        files.append(SampleLog(folder / SAMPLES_FILE, prepared.data.train, batch_size, state))
-        stack.callback(files[-1].close)
+        samples = SampleLog(folder / SAMPLES_FILE, prepared.data.train, batch_size, state)
+        files.append(stack.enter_context(samples))
     if not job.monitors:
         return Sinks(files)
     monitors = Monitors(job.monitors, state.step)

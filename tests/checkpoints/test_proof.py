@@ -71,6 +71,26 @@ def test_an_earlier_version_had_no_digests(tmp_path: Path):
     assert alone(job_in(tmp_path)).checkpoint.path == path
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_a_stop_before_the_proof_is_done_proves_nothing(
+    named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Neither that the checkpoint is whole nor that it is not; what is done by then counts."""
+    newest = three(tmp_path) / "global_step3"
+    shutil.rmtree(newest / "sub")
+    write_manifest(job_in(tmp_path), TrainState(step=3), newest, files_below(newest))
+    job = job_in(tmp_path, resume=str(newest) if named else "auto")
+    prover = Prover(Parallel.single(), 0, stopped=lambda: True)
+    found = select_checkpoint(job)
+    assert agree_on_checkpoint(job, found, prover).proven
+    flip_a_bit(newest / "shards.json")
+    agreed = agree_on_checkpoint(job, found, prover)
+    assert (agreed.checkpoint.path, agreed.proven) == (newest, False)
+    (newest / "shards.json").write_bytes(b"{}\n")
+    monkeypatch.setattr(proof, "ROUND_SECONDS", -1.0)  # a round for each piece
+    assert not agree_on_checkpoint(job, found, prover).proven
+
+
 def with_foreign_file(folder: Path, witness: Path) -> Path:
     path = saved(folder)
     malicious(path / "sub" / "shard.pt", witness)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.check import check
+from pipeline.checkpoints.lineage import write_lineage
+from pipeline.checkpoints.manifest import TrainState, read_checkpoint
+from pipeline.checkpoints.select import lineage_after
 from pipeline.cluster import campaign
 from pipeline.cluster.campaign import tell_how_to_go_on
 from pipeline.cluster.fewer_hosts import (
@@ -29,6 +33,8 @@ from pipeline.cluster.run import Result
 from pipeline.cluster.world import World
 from pipeline.job.job import Job
 from pipeline.job.options import Options
+from tests.checkpoints.saved_runs import job_in
+from tests.checkpoints.saved_runs import saved as saved_checkpoint
 
 HOSTS = tuple(Host(f"h{number}", 2) for number in range(1, 5))
 WORLD = World(HOSTS, "cuda", None, True, "hosts")
@@ -289,6 +295,21 @@ def test_a_failed_job_says_how_to_go_on(
     assert capsys.readouterr().err == ""
     tell_how_to_go_on(job, 7, ["./launch.sh", *given])
     assert capsys.readouterr().err == f"To go on from the checkpoint of step 7: {again}\n"
+
+
+def test_a_named_checkpoint_is_named_again_until_it_is_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    for step in (1, 2):
+        path = saved_checkpoint(tmp_path, TrainState(step=step))
+    first = path.with_name("global_step1")
+    command = ["./launch.sh", "--resume", str(first)]
+    job = job_in(tmp_path, resume=str(first))
+    tell_how_to_go_on(job, None, command)
+    assert capsys.readouterr().err == f"To go on from the checkpoint of step 1: {shlex.join(command)}\n"
+    write_lineage(path.parent, lineage_after(path.parent, read_checkpoint(first), "b"))
+    tell_how_to_go_on(job, None, command)
+    assert capsys.readouterr().err == "To go on from the checkpoint of step 1: ./launch.sh --resume auto\n"
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.end_to_end.jobs import Workshop, run_faulty_job, signal_after_step, signal_on_call
+from tests.end_to_end.jobs import Workshop, before_call, run_faulty_job, signal_after_step, signal_on_call
 from tests.end_to_end.shards import differing_files
 from tests.harness import run_job, run_ranks
 
@@ -22,15 +25,34 @@ def shop(tmp_path: Path) -> Workshop:
 
 
 @pytest.mark.slow
-def test_a_signal_during_start_up_stops_before_the_first_step(shop: Workshop):
+def test_a_signal_to_ranks_of_which_one_has_met_the_others_stops_before_the_first_step(shop: Workshop):
     arguments = shop.arguments("run", shop.config(), steps=3)
-    result = run_faulty_job(arguments, 2, signal_on_call, "pipeline.training.run:build_engine", 1, SIGTERM)
+    result = run_faulty_job(arguments, 2, signalled_while_meeting)
     assert result.exit_codes == (3, 3), result.stderr[0]
     assert shop.steps("run") == []
     assert shop.latest("run").name == "global_step0"
     assert shop.outcome("run")["status"] == "stopped"
     run_job(arguments, 2).check()
     assert [line["step"] for line in shop.steps("run")] == [1, 2, 3]
+
+
+def signalled_while_meeting(_: list[str], rank: int) -> None:
+    """Both ranks get a signal when rank 0 has met rank 1, which does not know it yet."""
+    from pipeline.training import preparing
+
+    meet = preparing._meet
+
+    def met(*args: Any) -> Any:
+        parallel = meet(*args)
+        if rank == 1:
+            time.sleep(0.3)
+            os.kill(os.getpid(), SIGTERM)
+            time.sleep(0.1)
+        return parallel
+
+    preparing._meet = met
+    if rank == 0:
+        before_call("pipeline.training.preparing:agree_on_checkpoint", lambda: os.kill(os.getpid(), SIGTERM))
 
 
 @pytest.mark.slow
@@ -145,24 +167,32 @@ def test_resume_of_a_named_checkpoint_in_another_folder(shop: Workshop):
 
 @pytest.mark.slow
 def test_a_stop_before_a_named_checkpoint_is_read_does_not_lose_it(shop: Workshop):
-    """The next start, which names none, must not begin at step 0, nor where the run was before."""
+    """The next start, which names none, must not begin at step 0, nor where the run was before. Before it is
+    proven, the run does not go back to it: the next start must name it again."""
     config = shop.config()
     run_job(shop.arguments("run", config, "--save_interval", "1", steps=3), 2).check()
     path = str(shop.folder / "run" / "checkpoints" / "global_step1")
-    for run in ("other", "run"):
+    proof, build = "pipeline.checkpoints.proof:_advance", "pipeline.training.run:build_engine"
+    for run, target, before in (("other", build, "read"), ("run", proof, "proven")):
         arguments = shop.arguments(run, config, steps=3)
-        stopped = run_faulty_job(
-            [*arguments, "--resume", path],
-            2,
-            signal_on_call,
-            "pipeline.training.run:build_engine",
-            1,
-            SIGTERM,
-        )
+        named = [*arguments, "--resume", path]
+        stopped = run_faulty_job(named, 2, stopped_in, target)
         assert stopped.exit_codes == (3, 3), stopped.stderr[0]
-        assert "stopped at step 1 before its checkpoint was read (SIGTERM on rank" in stopped.stdout[0]
-        assert "to resume: ./launch.sh --config" in stopped.stdout[0]
+        said = stopped.stdout[0]
+        assert f"stopped at step 1 before its checkpoint was {before} (SIGTERM on rank" in said
+        folder, again = shop.folder / run, f" --resume {path}\n" if target == proof else "\n"
+        assert f"to resume: ./launch.sh --config {folder}/run.json --output_dir {folder}{again}" in said
+        assert (folder / "checkpoints" / "lineage.json").exists() == (target == build)
+        arguments = named if target == proof else arguments
         assert f"resumed from {path}" in run_job(arguments, 2).check().stdout[0]
+
+
+def stopped_in(args: list[str], rank: int, target: str) -> None:
+    """Rank 1 gets a signal while it calls `target`; a proof takes a round for each piece of a file."""
+    from pipeline.checkpoints import proof
+
+    proof.ROUND_SECONDS = -1.0
+    signal_on_call(args, rank, target, 1, SIGTERM)
 
 
 @pytest.mark.slow

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from pipeline import pretrain
+from pipeline.checkpoints.manifest import TrainState
+from pipeline.cluster import outcome
+from pipeline.training import run
+from pipeline.training.ending import Ending, RunFailed
 from tests.harness import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,7 +47,8 @@ OPTIONS = ("--model", "tiny", "--seq_length", "16", "--train_steps", "1", "--sam
 
 @pytest.mark.slow
 def test_no_rank_leaves_before_the_outcome_is_written(tmp_path: Path):
-    """The exit code 3 of the first to leave makes launchers end the others at once."""
+    """The exit code 3 of the first to leave makes launchers end the others at once. That the disk is full
+    then makes no failure of the run."""
     arguments, output = command_line(tmp_path)
     assert run_ranks(outcome_is_there_when_leaving, 2, arguments, output) == [True, True]
 
@@ -78,6 +86,22 @@ def test_a_finished_rank_ends_with_0_while_gloo_frees_tensors(tmp_path: Path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("fails", ["_build", "_load", "_leave"])
+def test_a_failure_is_one_after_the_steps_that_the_run_has(fails: str, monkeypatch: pytest.MonkeyPatch):
+    """Also while its engine is built, and when all is done."""
+    prepared = SimpleNamespace(state=TrainState(step=5))
+    steps = {"prepare": prepared, "_build": None, "_load": Ending("stopped", 7, ""), "_leave": None}
+    for name, value in steps.items():
+        monkeypatch.setattr(run, name, Mock(return_value=value))
+    monkeypatch.setattr(run, fails, Mock(side_effect=OSError("No space left on device")))
+    with pytest.raises(RunFailed) as caught:
+        run.run(*[Mock()] * 5)
+    assert (caught.value.step, str(caught.value.error)) == (
+        7 if fails == "_leave" else 5,
+        "No space left on device",
+    )
+
+
 def command_line(folder: Path) -> tuple[list[str], Path]:
     """Of a small job, and its output folder."""
     (folder / "text.txt").write_text("what is read, and read again. " * 100, encoding="utf-8")
@@ -90,12 +114,13 @@ def command_line(folder: Path) -> tuple[list[str], Path]:
 
 
 def outcome_is_there_when_leaving(arguments: list[str], output: Path) -> bool:
-    write_outcome = pretrain.write_outcome
+    write_outcome = outcome.write_outcome
 
     def slow(*args: object) -> None:
         time.sleep(1.0)
         write_outcome(*args)
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    pretrain.write_outcome = slow
+    outcome.write_outcome = slow
     assert pretrain.main(arguments) == 0
     return (output / "outcome.json").exists()

@@ -54,7 +54,9 @@ SLOW = """
 
 @contextmanager
 def started(body: str) -> Iterator[subprocess.Popen]:
-    imports = "import ctypes, os, sys, time\nfrom pipeline.training.signals import StopRequest\n"
+    imports = (
+        "import ctypes, os, sys, time\nfrom pipeline.training.signals import StoppedEarly, StopRequest\n"
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", imports + textwrap.dedent(body)],
         cwd=ROOT,
@@ -160,6 +162,35 @@ def test_handlers_and_wakeup_descriptor_are_put_back():
     finally:
         reader.close()
         writer.close()
+
+
+# Where ranks meet; `met` is what it takes them.
+MEETING = """
+    with StopRequest(early=True) as stop:
+        try:
+            with stop.meeting():
+                print("ready", flush=True)
+                {met}
+            print(stop.signal_name, flush=True)
+        except StoppedEarly as request:
+            print("early", request, flush=True)
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("met", "said"),
+    [
+        ("time.sleep(0.5)", "SIGTERM"),  # kept for what the ranks agree on
+        ("time.sleep(0.5); raise RuntimeError('peer')", "early SIGTERM"),  # others have left
+    ],
+)
+def test_a_signal_while_ranks_meet_is_for_all_of_them(met: str, said: str):
+    """Others may have met already: this rank must not be missing in what they do next."""
+    with started(MEETING.format(met=met)) as process:
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=10)
+    assert (process.returncode, out) == (3, f"{said}\n"), err
 
 
 def test_nothing_is_requested_at_first():
