@@ -35,6 +35,7 @@ from pipeline.cluster.outcome import Outcome, record_outcome
 from pipeline.cluster.rank_environment import RankEnvironment, read_rank_environment
 from pipeline.cluster.rank_link import Inherited, NullLink, RankLink, connect, split_inherited
 from pipeline.cluster.running import only_job
+from pipeline.cluster.stop_stamp import with_stamp
 from pipeline.cluster.world import Host, world_from_environment
 from pipeline.job.job import Job
 from pipeline.job.options import Options, parse_options
@@ -78,7 +79,9 @@ def _be_rank(
         with _one_report_per_host(environment):
             options = parse_options(arguments)
             output_dir = options.output_dir
+            options = with_stamp(options, output_dir)
             job = _read_job(options, environment, inherited)
+            job = replace(job, options=with_stamp(options, job.output_dir))
         with only_job(job.output_dir) if environment.rank == 0 else contextlib.nullcontext():
             link.folder(job.output_dir)
             stop.leave = partial(_leave_early, job, environment, link)

@@ -21,6 +21,7 @@ from pipeline.cluster.restarts import RestartPolicy, resuming
 from pipeline.cluster.run import Result
 from pipeline.cluster.running import running_problems
 from pipeline.cluster.start import NoWay, start_once
+from pipeline.cluster.stop_stamp import with_stamp
 from pipeline.cluster.supervise import say
 from pipeline.job.job import Job
 from pipeline.job.options import Options
@@ -57,9 +58,12 @@ def run_job(
         arguments: The job's command line, of which `options` were read.
         command: The whole command, as the user gave it.
     """
+    options = with_stamp(options, options.output_dir)  # before hosts are asked, which takes seconds
     ready = prepare(options, launcher)
     if ready is None:
         return EXIT_WRONG_JOB
+    options = with_stamp(options, ready.job.output_dir)
+    arguments = [*arguments, "--stop_stamp", str(options.stop_stamp)]
     # On another host than the first, the job that runs in the folder may be this one.
     if launcher.is_first_host and (problems := running_problems(ready.job.output_dir)):
         print_problems(console(stderr=True), problems)

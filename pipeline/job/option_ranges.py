@@ -27,6 +27,7 @@ LOWEST = {
 # All of them fit 64 bits.
 HIGHEST = 2**63 - 1
 LONGEST_DAYS = 36500  # of --time_limit
+_STOP_STAMP = re.compile(r"[^:]*:[^:]*:(none|\d+:-?\d+)")
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 # Options from 0 to below 1.
 SHARES = ("dropout", "eval_fraction")
@@ -72,7 +73,7 @@ def option_problems(options: Options) -> list[Problem]:
 
 
 def _time_problems(options: Options) -> list[Problem]:
-    """Whether the time limit is one, and the launch was at some time."""
+    """Whether the time limit is one, and the launch was at some time, with a stamp of the stop file."""
     problems = []
     if options.time_limit:
         try:
@@ -85,6 +86,9 @@ def _time_problems(options: Options) -> list[Problem]:
     if options.started_at is not None and not 0 <= options.started_at < float("inf"):
         rule = "must be in seconds since 1970"
         problems.append(Problem("started_at", options.started_at, rule, "Leave --started_at out"))
+    if options.stop_stamp is not None and not _STOP_STAMP.fullmatch(options.stop_stamp):
+        rule = "must be SYSTEM:PROCESSES:INODE:NANOSECONDS or SYSTEM:PROCESSES:none"
+        problems.append(Problem("stop_stamp", options.stop_stamp, rule, "Leave --stop_stamp out"))
     return problems
 
 

@@ -114,6 +114,9 @@ class Options:
     """A run.json: its options become the defaults, options given beside it win."""
     started_at: float | None = None
     """When the job was launched, in seconds since 1970; ./launch.sh says so. None: when rank 0 started."""
+    stop_stamp: str | None = None
+    """What lay at the stop file's path when the job was launched; ./launch.sh says so. None: when rank 0
+    started."""
     deepspeed: bool = False
     """Accepted as DeepSpeed's users pass it; DeepSpeed is always on."""
     local_rank: int | None = None
@@ -143,6 +146,7 @@ _OF_ONE_CALL = frozenset(
         "world_size",
         "hosts",
         "started_at",
+        "stop_stamp",
         "environment",
         "resume",
         "allow_pickle",

@@ -14,6 +14,7 @@ from pipeline.checkpoints.select import Selection, select_checkpoint
 from pipeline.checkpoints.space import checkpoint_bytes
 from pipeline.cluster.rank_environment import RankEnvironment
 from pipeline.cluster.rank_link import RankLink
+from pipeline.cluster.stop_stamp import read_stamp, stamp_of, stop_path
 from pipeline.data.remote_cache import RemoteCache
 from pipeline.data.training_data import TrainingData
 from pipeline.job.durations import parse_duration
@@ -29,7 +30,6 @@ from pipeline.training.sample_log import SAMPLES_FILE, unusable_samples
 from pipeline.training.signals import StopRequest
 from pipeline.training.stopping import StopFile, Stopping, TimeLimit
 
-STOP_FILE = "STOP"
 # What a host is taken to write in a second, until the first save has been measured.
 WRITE_RATE = 500e6
 # How long a collective waits for other ranks: longer than the slowest save.
@@ -133,9 +133,10 @@ def _stopping(job: Job, rank: int, signals: StopRequest) -> Stopping:
         launch = psutil.Process().create_time() if launch is None else launch
         first_save = checkpoint_bytes(job) / len(job.world.hosts) / WRITE_RATE
         limit = TimeLimit(parse_duration(options.time_limit), launch, first_save)
-    own = options.stop_file is None
-    path = Path(job.output_dir) / STOP_FILE if own else Path(options.stop_file)
-    return Stopping(signals, limit, StopFile(path, removed_when_obeyed=own))
+    path = stop_path(options, job.output_dir)
+    assert path is not None
+    before = stamp_of(path) if options.stop_stamp is None else read_stamp(options.stop_stamp)
+    return Stopping(signals, limit, StopFile(path, options.stop_file is None, before))
 
 
 def _meet(job: Job, environment: RankEnvironment) -> Parallel:

@@ -7,12 +7,12 @@ goes into the agreement of the next boundary, so that all ranks stop there, for 
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from pipeline.cluster.stop_stamp import Stamp, stamp_of
 from pipeline.training.signals import StopRequest
 
 # Codes beside the numbers of signals, which are below 65.
@@ -85,12 +85,15 @@ class StopFile:
 
     One that lies there when the run starts is left over from an earlier stop, or meant for other jobs: it
     does not count until it is changed.
+
+    Args:
+        before: What lay there when the run started.
     """
 
-    def __init__(self, path: Path, removed_when_obeyed: bool) -> None:
+    def __init__(self, path: Path, removed_when_obeyed: bool, before: Stamp) -> None:
         self.path = path
         self._removed_when_obeyed = removed_when_obeyed
-        self._at_start = self._stamp()
+        self._before = before
         self._next_look = 0.0
         self._seen = False
 
@@ -99,8 +102,8 @@ class StopFile:
         now = time.monotonic()
         if not self._seen and now >= self._next_look:
             self._next_look = now + FILE_SECONDS
-            stamp = self._stamp()
-            self._seen = stamp is not None and stamp != self._at_start
+            stamp = stamp_of(self.path)
+            self._seen = stamp is not None and stamp != self._before
         return self._seen
 
     def obeyed(self) -> None:
@@ -108,13 +111,6 @@ class StopFile:
         if self._removed_when_obeyed:
             with contextlib.suppress(OSError):  # a folder, say: at the next start it does not count
                 self.path.unlink()
-
-    def _stamp(self) -> tuple[int, int] | None:
-        try:
-            found = os.stat(self.path)  # noqa: PTH116  (one call, whatever kind of file it is)
-        except OSError:
-            return None
-        return found.st_ino, found.st_mtime_ns
 
 
 class Stopping:

@@ -30,6 +30,7 @@ from pipeline.cluster.launcher_options import LauncherOptions, launcher_problems
 from pipeline.cluster.restarts import RestartPolicy, resuming
 from pipeline.cluster.roster import Failure, Roster, Verdict, error_kind, first_failure, ranges
 from pipeline.cluster.run import Result
+from pipeline.cluster.stop_stamp import read_stamp
 from pipeline.cluster.world import World
 from pipeline.job.job import Job
 from pipeline.job.options import Options
@@ -125,6 +126,28 @@ def test_a_stop_between_two_starts_is_a_stop(
         2
     ]
     assert said == ("To go on from the checkpoint of step 4: ./launch.sh\n" if saved else "")
+
+
+def test_a_stop_file_counts_from_the_moment_of_the_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between that and the first look of rank 0 hosts are asked, and ranks started."""
+    job, given = full(tmp_path), []
+
+    def prepare(asked: Options, *_: object, **__: object) -> campaign.Ready:
+        Path(job.output_dir).mkdir(exist_ok=True)
+        (Path(job.output_dir) / "STOP").touch()
+        return campaign.Ready(replace(job, options=asked), LauncherOptions())
+
+    def start(*arguments: object) -> Result:
+        given.append(arguments[3])
+        return Result(3, stopped=True)
+
+    monkeypatch.setattr(campaign, "prepare", prepare)
+    monkeypatch.setattr(campaign, "start_once", start)
+    asked = replace(options(tmp_path), output_dir=job.output_dir)
+    assert campaign.run_job(asked, LauncherOptions(), ["--x"], ["./launch.sh"]) == 3
+    assert given[0][:2] == ["--x", "--stop_stamp"] and read_stamp(given[0][2]) is None
 
 
 def test_a_restart_that_is_refused_says_only_why(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

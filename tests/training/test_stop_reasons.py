@@ -5,14 +5,24 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from pipeline import pretrain
+from pipeline.cluster.rank_environment import RankEnvironment
+from pipeline.cluster.rank_link import RankLink
+from pipeline.cluster.stop_stamp import read_stamp, stamp_of, with_stamp
 from pipeline.job.durations import parse_duration
+from pipeline.job.job import Job
+from pipeline.job.option_ranges import option_problems
+from pipeline.job.options import Options
 from pipeline.training import stopping
+from pipeline.training.preparing import _stopping
 from pipeline.training.signals import StopRequest
 from pipeline.training.stopping import STOP_FILE, TIME_LIMIT, StopFile, Stopping, TimeLimit, reason_text
+from tests.checkpoints.saved_runs import job_in
 
 
 @pytest.mark.parametrize(
@@ -102,7 +112,7 @@ def look_always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("look_always")
 def test_a_file_that_appears_counts(tmp_path: Path):
-    file = StopFile(tmp_path / "STOP", removed_when_obeyed=True)
+    file = StopFile(tmp_path / "STOP", removed_when_obeyed=True, before=None)
     assert not file.seen()
     (tmp_path / "STOP").touch()
     assert file.seen()
@@ -116,7 +126,7 @@ def test_a_file_from_before_counts_when_it_is_touched(tmp_path: Path):
     path = tmp_path / "STOP"
     path.touch()
     os.utime(path, (1, 1))
-    file = StopFile(path, removed_when_obeyed=False)
+    file = StopFile(path, removed_when_obeyed=False, before=stamp_of(path))
     assert not file.seen()
     path.touch()
     assert file.seen()
@@ -125,7 +135,7 @@ def test_a_file_from_before_counts_when_it_is_touched(tmp_path: Path):
 
 
 def test_a_file_is_looked_for_now_and_then_only(tmp_path: Path):
-    file = StopFile(tmp_path / "STOP", removed_when_obeyed=True)
+    file = StopFile(tmp_path / "STOP", removed_when_obeyed=True, before=None)
     assert not file.seen()
     (tmp_path / "STOP").touch()
     assert not file.seen()
@@ -133,11 +143,54 @@ def test_a_file_is_looked_for_now_and_then_only(tmp_path: Path):
 
 @pytest.mark.usefixtures("look_always")
 def test_what_cannot_be_removed_does_not_undo_the_stop(tmp_path: Path):
-    file = StopFile(tmp_path / "STOP", removed_when_obeyed=True)
+    file = StopFile(tmp_path / "STOP", removed_when_obeyed=True, before=None)
     (tmp_path / "STOP").mkdir()
     assert file.seen()
     file.obeyed()
-    assert not StopFile(tmp_path / "STOP", removed_when_obeyed=True).seen()
+    there = stamp_of(tmp_path / "STOP")
+    assert not StopFile(tmp_path / "STOP", removed_when_obeyed=True, before=there).seen()
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("stale", [True, False])
+def test_a_file_that_appears_while_the_job_is_read_counts(
+    named: bool, stale: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It takes seconds until rank 0 looks again; one that was there before does not count."""
+    path = tmp_path / "run" / "STOP"
+    path.parent.mkdir()
+    if stale:
+        path.touch()
+        os.utime(path, (1, 1))
+    codes = []
+
+    def read(options: Options, *_: object) -> Job:
+        if not stale:
+            path.touch()
+        return replace(job_in(tmp_path), options=options)
+
+    def be(job: Job, environment: RankEnvironment, stop: StopRequest, link: RankLink) -> int:
+        codes.append(_stopping(job, environment.rank, stop).code())
+        return 0
+
+    monkeypatch.setattr(pretrain, "_read_job", read)
+    monkeypatch.setattr(pretrain, "_train", be)
+    arguments = ["--stop_file", str(path)] if named else ["--output_dir", str(path.parent)]
+    assert pretrain.main(arguments) == 0
+    assert codes == [0 if stale else STOP_FILE]
+
+
+def test_the_launchs_look_counts_on_its_own_system_only(tmp_path: Path):
+    path = tmp_path / "STOP"
+    first = with_stamp(Options(output_dir=str(tmp_path)), str(tmp_path))
+    assert with_stamp(Options(), None) == Options()
+    assert read_stamp(first.stop_stamp) is None
+    path.touch()
+    assert with_stamp(first, str(tmp_path)) == first
+    elsewhere = with_stamp(replace(first, stop_stamp="another system:7:none"), str(tmp_path))
+    assert read_stamp(elsewhere.stop_stamp) == stamp_of(path)
+    for options, problems in ((first, 0), (elsewhere, 0), (Options(stop_stamp="7:none"), 1)):
+        assert len(list(option_problems(options))) == problems
 
 
 @pytest.mark.usefixtures("look_always")
@@ -145,7 +198,7 @@ def test_codes_and_their_words(tmp_path: Path):
     clock = Clock()
     limit = TimeLimit(100, None, 0, clock)
     with StopRequest() as signals:
-        stops = Stopping(signals, limit, StopFile(tmp_path / "STOP", removed_when_obeyed=True))
+        stops = Stopping(signals, limit, StopFile(tmp_path / "STOP", removed_when_obeyed=True, before=None))
         assert stops.code() == 0
         (tmp_path / "STOP").touch()
         assert stops.code() == STOP_FILE
