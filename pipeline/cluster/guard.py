@@ -32,6 +32,7 @@ from pipeline.cluster.rank_environment import RankEnvironment, free_port
 from pipeline.cluster.rank_link import OPTION, STACKS_SIGNAL, Inherited
 from pipeline.cluster.rank_output import RankOutput, forget_old_starts, is_start_name
 from pipeline.cluster.rank_place import direct_key, direct_ports, is_free_port, placed
+from pipeline.cluster.stop_stamp import stamped
 from pipeline.cluster.ticket import Ticket, split_ticket
 from pipeline.cluster.wire import Connection, Message
 from pipeline.job.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_WRONG_JOB, JobError
@@ -52,6 +53,8 @@ def own_rank(argv: Sequence[str]) -> None:
         ticket, arguments = split_ticket(argv[1:])
         key = _key_of_launch(ticket)
         environment = placed(ticket, os.environ)
+        if environment.rank == 0:
+            arguments = stamped(arguments)
         guard = Guard(ticket, key, environment, [sys.executable, "-u", argv[0]], arguments)
     except JobError as error:
         text = "\n".join(str(problem) for problem in error.problems)

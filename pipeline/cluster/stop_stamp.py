@@ -1,30 +1,37 @@
 """What lies at a stop file's path before a run begins: only what comes later stops the run. No torch.
 
-    5f0c2e..:4026531836:1441:1712345678901234567     system, its processes, inode, last change in nanoseconds
-    5f0c2e..:4026531836:none                         nothing is there
+    5f0c2e..:4026531836:1441:1712345678901234567:runs/mine/STOP     system, its processes, inode, time of the
+    5f0c2e..:4026531836:none:runs/mine/STOP                         last change in nanoseconds; none: no file
 
 A launch looks at its first moment and tells rank 0 (`--stop_stamp`). On another system the path may lead to
-another file, so there rank 0 looks for itself, as soon as it knows the path.
+another file: there, and without a launch, rank 0's guard looks as soon as it is started. What neither could
+know, such as a folder that the model's name decides, rank 0 sees when it has read its options.
 """
 
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipeline.cluster.lease import own_lease
-from pipeline.job.options import Options
+
+if TYPE_CHECKING:  # a guard starts faster without
+    from pipeline.job.options import Options
 
 STOP_FILE = "STOP"
 # Inode, and time of the last change in nanoseconds; None: there is no file.
 Stamp = tuple[int, int] | None
+STAMP = re.compile(r"([^:]*:[^:]*):(?:none|(\d+):(-?\d+)):(.+)", re.DOTALL)
 
 
-def stop_path(options: Options, output_dir: str | None) -> Path | None:
+def stop_path(stop_file: str | None, output_dir: str | None) -> Path | None:
     """The stop file; None where it is in a folder that is not known yet."""
-    if options.stop_file is not None:
-        return Path(options.stop_file)
+    if stop_file is not None:
+        return Path(stop_file)
     return None if output_dir is None else Path(output_dir) / STOP_FILE
 
 
@@ -37,24 +44,50 @@ def stamp_of(path: Path) -> Stamp:
     return found.st_ino, found.st_mtime_ns
 
 
-def written_stamp(path: Path) -> str:
-    """The same as text, with the system that it was seen on."""
-    stamp = stamp_of(path)
-    return f"{_system()}:{'none' if stamp is None else f'{stamp[0]}:{stamp[1]}'}"
+def read_stamp(written: str) -> Stamp:
+    """What was there then, in a stamp that the options' rules let through."""
+    match = STAMP.fullmatch(written)
+    assert match is not None, written
+    return None if match[2] is None else (int(match[2]), int(match[3]))
 
 
 def with_stamp(options: Options, output_dir: str | None) -> Options:
-    """Options with a stamp of this system, where the path is known: the one that they have, or a new one."""
-    path = stop_path(options, output_dir)
-    if path is None or (options.stop_stamp or "").startswith(f"{_system()}:"):
+    """Options with a stamp of this system and of their stop file, where that is known: the one that they
+    have, or a new one."""
+    path = stop_path(options.stop_file, output_dir)
+    if path is None or _is_of(options.stop_stamp, path):
         return options
-    return replace(options, stop_stamp=written_stamp(path))
+    return replace(options, stop_stamp=_written(path))
 
 
-def read_stamp(written: str) -> Stamp:
-    """What `written_stamp` saw."""
-    last = written.rsplit(":", 2)
-    return None if last[-1] == "none" else (int(last[-2]), int(last[-1]))
+def stamped(arguments: Sequence[str]) -> list[str]:
+    """The same for a command line that nobody has read yet. Where it is misread, the path in the stamp
+    tells."""
+    path = stop_path(_value(arguments, "stop_file"), _value(arguments, "output_dir"))
+    if path is None or _is_of(_value(arguments, "stop_stamp"), path):
+        return [*arguments]
+    return [*arguments, "--stop_stamp", _written(path)]
+
+
+def _value(arguments: Sequence[str], name: str) -> str | None:
+    found = None
+    for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
+        if argument == f"--{name}":
+            found = following
+        elif argument.startswith(f"--{name}="):
+            found = argument.partition("=")[2]
+    return found
+
+
+def _written(path: Path) -> str:
+    stamp = stamp_of(path)
+    return f"{_system()}:{'none' if stamp is None else f'{stamp[0]}:{stamp[1]}'}:{path}"
+
+
+def _is_of(written: str | None, path: Path) -> bool:
+    """Whether a stamp was taken here, of that file."""
+    match = STAMP.fullmatch(written or "")
+    return match is not None and (match[1], match[4]) == (_system(), str(path))
 
 
 def _system() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from pipeline.cluster.stop_stamp import STAMP
 from pipeline.job.durations import parse_duration
 from pipeline.job.options import Options
 from pipeline.job.problems import Problem
@@ -27,7 +28,6 @@ LOWEST = {
 # All of them fit 64 bits.
 HIGHEST = 2**63 - 1
 LONGEST_DAYS = 36500  # of --time_limit
-_STOP_STAMP = re.compile(r"[^:]*:[^:]*:(none|\d+:-?\d+)")
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 # Options from 0 to below 1.
 SHARES = ("dropout", "eval_fraction")
@@ -86,8 +86,8 @@ def _time_problems(options: Options) -> list[Problem]:
     if options.started_at is not None and not 0 <= options.started_at < float("inf"):
         rule = "must be in seconds since 1970"
         problems.append(Problem("started_at", options.started_at, rule, "Leave --started_at out"))
-    if options.stop_stamp is not None and not _STOP_STAMP.fullmatch(options.stop_stamp):
-        rule = "must be SYSTEM:PROCESSES:INODE:NANOSECONDS or SYSTEM:PROCESSES:none"
+    if options.stop_stamp is not None and not STAMP.fullmatch(options.stop_stamp):
+        rule = "must be SYSTEM:PROCESSES:INODE:NANOSECONDS:PATH, or none for inode and time"
         problems.append(Problem("stop_stamp", options.stop_stamp, rule, "Leave --stop_stamp out"))
     return problems
 

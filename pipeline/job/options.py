@@ -115,8 +115,8 @@ class Options:
     started_at: float | None = None
     """When the job was launched, in seconds since 1970; ./launch.sh says so. None: when rank 0 started."""
     stop_stamp: str | None = None
-    """What lay at the stop file's path when the job was launched; ./launch.sh says so. None: when rank 0
-    started."""
+    """What lay at the stop file's path when the job was launched; ./launch.sh says so. None: rank 0 looks
+    when it is started."""
     deepspeed: bool = False
     """Accepted as DeepSpeed's users pass it; DeepSpeed is always on."""
     local_rank: int | None = None

@@ -133,7 +133,7 @@ def _stopping(job: Job, rank: int, signals: StopRequest) -> Stopping:
         launch = psutil.Process().create_time() if launch is None else launch
         first_save = checkpoint_bytes(job) / len(job.world.hosts) / WRITE_RATE
         limit = TimeLimit(parse_duration(options.time_limit), launch, first_save)
-    path = stop_path(options, job.output_dir)
+    path = stop_path(options.stop_file, job.output_dir)
     assert path is not None
     before = stamp_of(path) if options.stop_stamp is None else read_stamp(options.stop_stamp)
     return Stopping(signals, limit, StopFile(path, options.stop_file is None, before))

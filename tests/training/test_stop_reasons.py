@@ -13,11 +13,11 @@ import pytest
 from pipeline import pretrain
 from pipeline.cluster.rank_environment import RankEnvironment
 from pipeline.cluster.rank_link import RankLink
-from pipeline.cluster.stop_stamp import read_stamp, stamp_of, with_stamp
+from pipeline.cluster.stop_stamp import read_stamp, stamp_of, stamped, with_stamp
 from pipeline.job.durations import parse_duration
 from pipeline.job.job import Job
 from pipeline.job.option_ranges import option_problems
-from pipeline.job.options import Options
+from pipeline.job.options import Options, parse_options
 from pipeline.training import stopping
 from pipeline.training.preparing import _stopping
 from pipeline.training.signals import StopRequest
@@ -187,10 +187,26 @@ def test_the_launchs_look_counts_on_its_own_system_only(tmp_path: Path):
     assert read_stamp(first.stop_stamp) is None
     path.touch()
     assert with_stamp(first, str(tmp_path)) == first
-    elsewhere = with_stamp(replace(first, stop_stamp="another system:7:none"), str(tmp_path))
+    _, _, there = first.stop_stamp.partition(":")
+    elsewhere = with_stamp(replace(first, stop_stamp=f"another system:{there}"), str(tmp_path))
     assert read_stamp(elsewhere.stop_stamp) == stamp_of(path)
+    assert read_stamp(with_stamp(first, str(tmp_path / "other")).stop_stamp) is None
     for options, problems in ((first, 0), (elsewhere, 0), (Options(stop_stamp="7:none"), 1)):
         assert len(list(option_problems(options))) == problems
+
+
+def test_a_guard_looks_for_the_file_that_the_command_line_names(tmp_path: Path):
+    for given, path in (
+        (["--output_dir", str(tmp_path)], tmp_path / "STOP"),
+        ([f"--output_dir={tmp_path}", "--stop_file", "x:1:y"], Path("x:1:y")),
+    ):
+        line = stamped(given)
+        options = parse_options(line)
+        assert line == [*given, "--stop_stamp", options.stop_stamp] == stamped(line)
+        assert options == with_stamp(options, options.output_dir) != parse_options(given)
+        assert options.stop_stamp.endswith(f":none:{path}")
+        assert not option_problems(options)
+    assert stamped(["--config", "run.json", "--output_dir"]) == ["--config", "run.json", "--output_dir"]
 
 
 @pytest.mark.usefixtures("look_always")
