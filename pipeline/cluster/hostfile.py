@@ -53,7 +53,7 @@ def read_hostfile(path: str | Path) -> tuple[tuple[Host, ...], tuple[Problem, ..
     try:
         # A pipe's content would be there for one reader, and there are several, with every start again.
         if not stat.S_ISREG(Path(path).stat().st_mode) and not Path(path).is_dir():
-            raise ValueError("it is no regular file")
+            raise ValueError("it is no regular file, and would be read once only")
         text = read_text(path)
     except (OSError, ValueError) as error:
         is_decoding = isinstance(error, UnicodeDecodeError)

@@ -8,6 +8,7 @@ from pipeline.cluster.forwarded import FIND_MODULES, PLAIN
 from pipeline.cluster.launcher_options import LauncherOptions
 from pipeline.cluster.world import World
 from pipeline.job.problems import Problem
+from pipeline.job.words import counted
 
 # DeepSpeed hands these the hostfile itself, and refuses --include, --exclude, --num_nodes and --num_gpus.
 # With one host left it forgets the launcher instead, and starts the job here.
@@ -25,9 +26,9 @@ def launcher_world_problems(options: LauncherOptions, world: World) -> list[Prob
 
 def _place_problems(options: LauncherOptions, world: World) -> list[Problem]:
     """Hosts and places that no launcher could be told of."""
-    problems, last = [], len(world.hosts) - 1
-    if options.node_rank is not None and options.node_rank > last:
-        rule = f"this job's hosts are counted from 0 to {last}"
+    problems = []
+    if options.node_rank is not None and options.node_rank >= len(world.hosts):
+        rule = f"this job has {counted(len(world.hosts), 'host')}, counted from 0"
         remedy = "Give the host's place in the hostfile, and the same filters everywhere"
         problems.append(Problem("node_rank", options.node_rank, rule, remedy))
     for host in world.hosts:

@@ -59,7 +59,7 @@ def test_a_launcher_that_would_not_be_used(launcher: str) -> None:
 
 def test_a_place_beyond_the_hosts() -> None:
     assert rules(None, EQUAL, no_ssh=True, node_rank=1) == []
-    assert rules(None, EQUAL, no_ssh=True, node_rank=2) == ["this job's hosts are counted from 0 to 1"]
+    assert rules(None, EQUAL, no_ssh=True, node_rank=2) == ["this job has 2 hosts, counted from 0"]
 
 
 def test_users_are_unknown_where_slots_are_chosen_and_to_slurm() -> None:

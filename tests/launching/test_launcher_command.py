@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cluster import launcher_command
+from pipeline.cluster import launcher_command, start
 from pipeline.cluster.campaign import prepare
 from pipeline.cluster.hostfile import Host
-from pipeline.cluster.launcher_command import plan_launch
+from pipeline.cluster.launcher_command import Launch, plan_launch
 from pipeline.cluster.launcher_options import LauncherOptions
 from pipeline.cluster.start import rank_variables
 from pipeline.cluster.ticket import OPTION, Ticket, encode, split_ticket
@@ -128,6 +128,20 @@ def test_nothing_that_a_shell_would_read_is_exported() -> None:
     here = LauncherOptions(no_ssh=True, node_rank=0, master_addr="h1")
     for options, world in ((LauncherOptions(), CPU), (here, REMOTE)):  # whose ranks inherit it
         assert exported(plan_launch(options, world, Ticket(), given).environment) == given
+
+
+def test_hosts_that_are_started_alone_get_their_files_of_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Launch] = []
+    monkeypatch.setattr(start, "run_launch", lambda launch, *_: started.append(launch))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_API_KEY", "abc")
+    (tmp_path / ".deepspeed_env").write_text("NCCL_DEBUG=INFO\n")
+    here = LauncherOptions(no_ssh=True, node_rank=0, master_addr="h1")
+    start.start_once(REMOTE, str(tmp_path), here, [])
+    got = started[0].environment
+    assert (got["NCCL_DEBUG"], got["WANDB_API_KEY"]) == ("INFO", "abc")
 
 
 def test_no_secret_is_on_a_command_line() -> None:
