@@ -408,6 +408,11 @@ class Hub:
 
     def _conclude(self) -> None:
         self.verdict = verdict = self.roster.verdict()
+        if lost := self.roster.lost:
+            self._say(
+                f"Contact with {self.roster.places(lost)} was lost: what still runs there holds its devices "
+                f"until it ends by itself, within {self._limits.silence:.0f} s, or later if the host hangs."
+            )
         if self._homeless:
             where = self.roster.places(sorted(self._homeless))
             self._say(

@@ -8,12 +8,13 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
 # A killed process may need this long to leave a driver's call.
 _KILL_SECONDS = 10.0
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -94,6 +95,18 @@ class OwnedProcess:
             time.sleep(0.02)
 
 
+@contextlib.contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """Be the parent of every descendant whose own parent ends, for so long: none escapes `descendants`."""
+    before = ctypes.c_int()
+    _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        _prctl(_PR_SET_CHILD_SUBREAPER, before.value)
+
+
 def descendants(ancestor: int) -> list[int]:
     """Process ids of the children of `ancestor`, their children, and so on; no zombies."""
     children: dict[int, list[int]] = {}
@@ -120,7 +133,7 @@ def new_file_in_memory(name: str) -> IO[bytes]:
     return os.fdopen(os.memfd_create(name), "r+b")
 
 
-def _prctl(option: int, value: int) -> None:
+def _prctl(option: int, value: object) -> None:
     if _LIBC.prctl(option, value, 0, 0, 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"prctl({option}): {os.strerror(number)}")

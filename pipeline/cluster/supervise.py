@@ -1,13 +1,16 @@
-"""Runs the launcher as one group of processes, and sees to it that all of them end.
+"""Runs the launcher, and sees to it that all processes it starts on this machine end.
 
-The group has a session of its own, so that the terminal's Ctrl-C reaches this process only. It passes the
-request on to the ranks, on every host, through the hub: the launcher's own way is to end one rank after the
+It has a session of its own, so that the terminal's Ctrl-C reaches this process only. This passes the request
+on to the ranks, on every host, through the hub: the launcher's own way is to end one rank after the
 other with 30 seconds for each, data workers first, and a rank needs its peers to reach the end of a step and
 save.
 
     launch.sh ─┬─ deepspeed runner ── deepspeed launch ─┬─ guard ── rank 0 ── data workers
-               │  └────────── one process group ────────┴─ guard ── rank 1 ── data workers
+               │                                         └─ guard ── rank 1 ── data workers
                └─ hub, to which every guard is connected
+
+pdsh gives each of its ssh clients a session of its own, in which they outlive it where a host is gone. This
+process therefore adopts what the launcher leaves behind.
 """
 
 from __future__ import annotations
@@ -18,13 +21,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
 import psutil
 
 from pipeline.cluster.hub import Hub
+from pipeline.cluster.owned_process import adopting_orphans, descendants
 from pipeline.cluster.roster import signal_name
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -44,7 +48,7 @@ _FIRST_WORD_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Ended:
-    """How a group of processes ended.
+    """How a launcher ended.
 
     Attributes:
         return_code: Of the command; negative for a signal. 0 where it was ended because all ranks had left.
@@ -90,13 +94,15 @@ class Supervisor:
         # Ranks whose launch stands still are ended: Ctrl-Z is not for this.
         previous[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
         try:
-            process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
-            )
-            try:
-                killed = self._wait(process)
-            finally:
-                left_behind = kill_group(process.pid)
+            with adopting_orphans():
+                besides = set(descendants(os.getpid()))
+                process = subprocess.Popen(
+                    command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+                )
+                try:
+                    killed = self._wait(process)
+                finally:
+                    left_behind = end_descendants(process.pid, besides)
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
@@ -225,25 +231,39 @@ def _starts_ranks(process: psutil.Process) -> bool:
         return False
 
 
-def kill_group(group: int) -> bool:
-    """Kill what is left of a process group and wait for its end; True if something was still running."""
-    running = [process for process in psutil.process_iter() if _runs_in(process, group)]
-    if running:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, signal.SIGKILL)
-        # Their GPUs, ports and files are free only when they are gone.
-        deadline = time.monotonic() + _KILL_SECONDS
-        while any(_runs_in(process, group) for process in running) and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS / 10)
-    return bool(running)
+def end_descendants(launcher: int, besides: Collection[int]) -> bool:
+    """Kill what is left of this process's descendants, but for those `besides` and for connections that the
+    user's ssh shares and keeps, and wait for their end; True if something was still running."""
+    had_to = False
+    # Their GPUs, ports and files are free only when they are gone.
+    deadline = time.monotonic() + _KILL_SECONDS
+    while (left := _left(besides)) and time.monotonic() < deadline:
+        had_to = True
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_POLL_SECONDS / 10)
+    for child in psutil.Process().children():  # adopted ones, which nobody else buries
+        if child.pid != launcher and child.pid not in besides:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(child.pid, os.WNOHANG)
+    return had_to
 
 
-def _runs_in(process: psutil.Process, group: int) -> bool:
-    """A zombie does not count: it holds nothing, and only its parent can remove it."""
+def _left(besides: Collection[int]) -> list[int]:
+    below = set(descendants(os.getpid()))
+    for pid in below & set(besides):
+        below -= {pid, *descendants(pid)}
+    return [pid for pid in below if not _is_shared_connection(pid)]
+
+
+def _is_shared_connection(pid: int) -> bool:
+    """Whether it is ssh's master of a shared connection (ControlPersist), so called by itself."""
     try:
-        return os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE
-    except (ProcessLookupError, psutil.NoSuchProcess):
+        title = " ".join(psutil.Process(pid).cmdline()).strip()
+    except psutil.Error:
         return False
+    return title.startswith("ssh: ") and title.endswith("[mux]")
 
 
 def say(line: str) -> None:

@@ -84,11 +84,29 @@ def test_outcomes_that_cannot_be_understood_do_not_count(tmp_path: Path) -> None
         assert read_outcome(tmp_path, 7) is None
 
 
-def test_processes_that_the_launcher_leaves_behind_are_ended(tmp_path: Path) -> None:
-    child = "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+@pytest.mark.parametrize("session", [False, True])
+def test_processes_that_the_launcher_leaves_behind_are_ended(tmp_path: Path, session: bool) -> None:
+    """In a session of their own, too, as pdsh starts ssh; but no process of somebody else."""
+    child = f"child = subprocess.Popen(['sleep', '60'], start_new_session={session})\n"
     keep = f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\n"
-    assert start(tmp_path, child + keep + "os.kill(os.getpid(), signal.SIGKILL)") == 1
-    assert not is_running(int((tmp_path / "pid").read_text()))
+    with subprocess.Popen(["sleep", "60"]) as other:
+        assert start(tmp_path, child + keep + "os.kill(os.getpid(), signal.SIGKILL)") == 1
+        assert not is_running(int((tmp_path / "pid").read_text()))
+        assert other.poll() is None
+        other.kill()
+
+
+def test_a_shared_connection_of_ssh_is_left_to_the_user(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "silence")
+    code = (
+        f"silence = os.open({str(tmp_path / 'silence')!r}, os.O_RDWR)\n"
+        "master = subprocess.Popen(['ssh: /home/ada/.ssh/s [mux]'], executable='/bin/cat', stdin=silence)\n"
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(master.pid))\n"
+    )
+    assert start(tmp_path, code) == 1
+    pid = int((tmp_path / "pid").read_text())
+    assert is_running(pid)
+    os.kill(pid, signal.SIGKILL)
 
 
 def test_after_the_stop_timeout_everything_is_killed(tmp_path: Path) -> None:
