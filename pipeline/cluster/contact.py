@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
 import time
 from typing import Any
 
 from pipeline.cluster.credential import introduce, is_proven
-from pipeline.cluster.hub_settings import DIRECT_PORTS, Limits
+from pipeline.cluster.hub_settings import Limits
 from pipeline.cluster.messages import is_order
 from pipeline.cluster.peers import leads_to_another_user
 from pipeline.cluster.rank_environment import LOOPBACK, RankEnvironment
+from pipeline.cluster.rank_place import direct_ports
 from pipeline.cluster.ticket import Ticket
 from pipeline.cluster.wire import Connection, Message
 
@@ -69,7 +71,8 @@ class Contact:
         self._unsent: list[Message] = []
         self._accepted = False
         self._next_try = self._last_beat = 0.0
-        self._port = place.master_port
+        self._ports = itertools.cycle(direct_ports(place.master_port))
+        self._port = 0
         self._orders: list[Message] = []
         self.connection: Connection | None = None
         self.lost = ""
@@ -173,9 +176,8 @@ class Contact:
             self._check()
 
     def _look_for_hub(self) -> None:
-        """Try the next of the ports beside the rendezvous."""
-        first = self._place.master_port + 1
-        self._port = self._port + 1 if self._port < first + DIRECT_PORTS - 1 else first
+        """Try the next of the ports on which it may be."""
+        self._port = next(self._ports)
         with contextlib.suppress(OSError):
             self._connect(self._port)
 

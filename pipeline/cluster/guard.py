@@ -147,7 +147,7 @@ class Guard:
     # Start ----------------------------------------------------------------------------------------------
 
     def _own_hub(self) -> Hub | None:
-        """Where no launch listens, rank 0's guard does; beside the rendezvous, where the others look."""
+        """Where no launch listens, rank 0's guard does, where the others look."""
         place, ticket = self._environment, self._ticket
         if ticket.port or place.rank != 0:
             return None
@@ -159,10 +159,10 @@ class Guard:
             start_seconds=None,
             key_is_public=True,
         )
-        for port in direct_ports(place):
+        ports = direct_ports(place.master_port)
+        for port in ports:
             with contextlib.suppress(OSError):
                 return Hub(settings, say, port, everywhere=place.world_size > place.local_size)
-        ports = direct_ports(place)
         raise Unreachable(
             f"other ranks' guards look at the ports {ports[0]} to {ports[-1]}, and none is free"
         )

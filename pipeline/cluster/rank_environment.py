@@ -12,9 +12,9 @@ what only it sets. Numbers without such a sign must agree with the manager's.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
-import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -30,6 +30,7 @@ from pipeline.cluster.process_managers import (
     slurm_first_host,
     slurm_local_size,
 )
+from pipeline.cluster.wire import try_port
 from pipeline.job.problems import JobError, Problem
 
 T = TypeVar("T")
@@ -258,10 +259,7 @@ def free_port() -> int:
     chance = random.SystemRandom()  # two jobs that start at once, with equal seeds, must not try the same
     for _ in range(100):
         port = chance.randrange(FIRST_PORT, FIRST_OUTGOING_PORT)
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
+        with contextlib.suppress(OSError):
+            try_port(port)
             return port
     raise OSError(f"no free port found between {FIRST_PORT} and {FIRST_OUTGOING_PORT}")

@@ -107,7 +107,7 @@ class GuardLink:
     def failed(self, error: BaseException, step: int, report: str) -> None:
         message = f"{type(error).__name__}: {error}".strip()
         first_line = message.splitlines()[0]
-        self._send(kind=error_kind(message), step=step, message=first_line, text=report, **{"is": "failure"})
+        self._send(kind=error_kind(error), step=step, message=first_line, text=report, **{"is": "failure"})
 
     def refused(self, report: str) -> None:
         first_line = next((line for line in report.splitlines() if line.strip()), "the job is wrong")

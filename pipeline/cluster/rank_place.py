@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping
 
-from pipeline.cluster.hub_settings import DIRECT_PORTS
+from pipeline.cluster.hub_settings import DIRECT_BLOCKS, DIRECT_PORTS, FIRST_DIRECT_PORT
 from pipeline.cluster.rank_environment import RankEnvironment, read_rank_environment
 from pipeline.cluster.ticket import Ticket
+from pipeline.cluster.wire import try_port
 from pipeline.job.problems import JobError, Problem
 
 # The deepspeed launcher's number of the host.
@@ -53,18 +53,21 @@ def placed(ticket: Ticket, environ: Mapping[str, str]) -> RankEnvironment:
 
 def is_free_port(port: int) -> bool:
     """Whether torch's rendezvous could listen there."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
+    try:
+        try_port(port, reuse=True)
+    except OSError:
+        return False
     return True
 
 
-def direct_ports(place: RankEnvironment) -> range:
-    """Where rank 0's guard listens, and the others look, without a launch."""
-    return range(place.master_port + 1, min(place.master_port + 1 + DIRECT_PORTS, 65536))
+def direct_ports(master_port: int) -> list[int]:
+    """Where rank 0's guard listens, and the others look, without a launch: away from the rendezvous, beside
+    which the next job's may be, and the same on every host.
+
+    Jobs whose rendezvous are `DIRECT_BLOCKS` apart have the same ones; there is room for several.
+    """
+    first = FIRST_DIRECT_PORT + DIRECT_PORTS * (master_port % DIRECT_BLOCKS)
+    return [port for port in range(first, first + DIRECT_PORTS) if port != master_port]
 
 
 def direct_key(place: RankEnvironment) -> str:

@@ -161,9 +161,11 @@ def first_failure(failures: Iterable[Failure]) -> Failure | None:
     return min(failures, key=lambda failure: (failure.kind in _CONSEQUENCES, failure.at), default=None)
 
 
-def error_kind(message: str) -> Kind:
-    """Whether an error that a rank reports is its own, or says that a peer is gone."""
-    return "peer" if any(word in message for word in _PEER_WORDS) else "error"
+def error_kind(error: BaseException) -> Kind:
+    """Whether an error that a rank reports is its own, or says that a peer is gone. gloo, NCCL and torch's
+    store raise RuntimeError; what the system or a data store says about a connection is an OSError."""
+    is_peer = isinstance(error, RuntimeError) and any(word in str(error) for word in _PEER_WORDS)
+    return "peer" if is_peer else "error"
 
 
 def describe_exit(code: int) -> str:

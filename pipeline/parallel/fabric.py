@@ -60,8 +60,9 @@ def run_rank(place: Place, address: str, port: int, seconds: float, say: Say) ->
         torch.cuda.set_device(device)
     torch.set_num_threads(1)
     world = sum(place.slots)
+    where = f"[{address}]" if ":" in address else address  # of IPv6
     dist.init_process_group(
-        backend, f"tcp://{address}:{port}", timedelta(seconds=seconds), world, place.rank,
+        backend, f"tcp://{where}:{port}", timedelta(seconds=seconds), world, place.rank,
         device_id=device if backend == "nccl" else None,
     )  # fmt: skip
     say({"at": "joined"})

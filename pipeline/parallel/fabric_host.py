@@ -19,6 +19,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from pipeline.cluster.wire import listen
+
 MARK = "FABRIC:"
 _CONNECT_SECONDS = 5
 
@@ -27,7 +29,7 @@ def main() -> int:
     """0 if every rank ended well."""
     request = _told()
     signal.alarm(request["seconds"])
-    server = socket.create_server(("", 0), backlog=1024)
+    server = listen(0, everywhere=True)
     load = os.getloadavg()[0] / len(os.sched_getaffinity(0))  # before the ranks add to it
     _say({"at": "listening", "host": request["host"], "port": server.getsockname()[1], "load": load})
     hosts = _told()["hosts"]

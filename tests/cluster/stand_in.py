@@ -52,9 +52,10 @@ def misbehave(fault: str, step: int) -> None:
         link.refused(f"error: rank {place.rank} lacks a file")
         os._exit(2)
     try:
-        message = "Connection closed by peer [h1]" if what == "peer" else "no space left"
-        raise OSError(f"{message} on rank {place.rank}")
-    except OSError as error:
+        if what == "peer":
+            raise RuntimeError(f"Connection closed by peer [h1] on rank {place.rank}")
+        raise OSError(f"no space left on rank {place.rank}")
+    except (OSError, RuntimeError) as error:
         link.failed(error, step, traceback.format_exc())
         os._exit(1)
 

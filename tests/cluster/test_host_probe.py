@@ -141,6 +141,7 @@ def test_ports() -> None:
     assert server is not None and 15_000 <= port < 32_768
     with server:
         assert probe.connect(["127.0.0.1", port]) is None
+        assert not socket.has_dualstack_ipv6() or probe.connect(["::1", port]) is None
         assert probe.listen(port) == (None, "Address already in use")
     assert probe.connect(["127.0.0.1", port]) == "Connection refused"
     assert "Name or service not known" in (probe.connect(["no.such.host.invalid", port]) or "")

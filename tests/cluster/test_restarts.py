@@ -175,8 +175,10 @@ def test_a_stop_of_a_second_start_before_its_first_step_names_the_checkpoint_tha
 
 
 def test_a_lost_peer_is_no_cause() -> None:
-    peer = Failure(error_kind("[gloo] Connection closed by peer [127.0.0.1]:5"), 0, 3, "peer", at=1.0)
-    own = Failure(error_kind("OSError: No space left on device"), 3, 3, "own", at=1.2)
+    peer = Failure(
+        error_kind(RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:5")), 0, 3, "peer", at=1.0
+    )
+    own = Failure(error_kind(ConnectionRefusedError("Connection refused")), 3, 3, "own", at=1.2)
     assert (peer.kind, own.kind) == ("peer", "error")
     assert first_failure([peer, own]) is own
     assert first_failure([peer]) is peer

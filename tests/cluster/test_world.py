@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cluster import devices, world
+from pipeline.cluster import devices, rank_environment, world
 from pipeline.cluster.devices import Gpu, visible_gpus
 from pipeline.cluster.hostfile import Host
+from pipeline.cluster.hub_settings import DIRECT_PORTS
+from pipeline.cluster.process_managers import FIRST_PORT
 from pipeline.cluster.rank_environment import RankEnvironment, free_port, read_rank_environment
+from pipeline.cluster.rank_place import direct_ports, is_free_port
 from pipeline.cluster.world import local_world, resolve_world, world_from_environment, world_from_hostfile
 from pipeline.job.problems import JobError, Problem
 
@@ -234,6 +237,30 @@ def test_the_world_of_a_rank(machine) -> None:
     machine(gpus=1)
     (problem,) = problems_of(world_from_environment, RankEnvironment(3, 4, 1, 2, "h1", 29500), {})
     assert "2 ranks on this host need as many GPUs, 1 are visible" in problem.rule
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+def test_a_port_that_is_taken_over_ipv6_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch listens on all addresses at once."""
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
+        port = server.getsockname()[1]
+        assert not is_free_port(port)
+        monkeypatch.setattr(rank_environment, "FIRST_PORT", port)
+        monkeypatch.setattr(rank_environment, "FIRST_OUTGOING_PORT", port + 1)
+        with pytest.raises(OSError, match="no free port"):
+            free_port()
+    assert is_free_port(port)
+
+
+def test_guards_ports_are_in_the_way_of_no_other_rendezvous() -> None:
+    """Users number the jobs of a host, 29500, 29501, ...; each finds its guards, and no two meet."""
+    ports = [direct_ports(29500 + number) for number in range(500)]
+    assert all(len(each) == DIRECT_PORTS for each in ports)
+    flat = [port for each in ports for port in each]
+    assert len(set(flat)) == len(flat)
+    assert min(flat) > 1024 and max(flat) < FIRST_PORT
+    assert direct_ports(29500) == direct_ports(30000)
+    assert direct_ports(11000) == [*range(11001, 11008)]  # but for the rendezvous itself
 
 
 def test_free_ports_are_free() -> None:

@@ -334,6 +334,9 @@ def listen(port: int | None) -> tuple[socket.socket | None, int | str | None]:
     reason = ""
     for tried in [port] if port else random.SystemRandom().sample(range(15_000, 32_768), 50):
         try:
+            if socket.has_dualstack_ipv6():  # names may lead to addresses of either kind
+                every = ("::", tried)
+                return socket.create_server(every, family=socket.AF_INET6, dualstack_ipv6=True), tried
             return socket.create_server(("", tried)), tried
         except OSError as error:
             reason = _why(error)
