@@ -22,7 +22,11 @@ PARENT = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returnco
 
 
 def test_ranks_that_finish(start: Start) -> None:
-    start.all("3", "0.01")
+    stop = ("--stop_file", str(start.folder / "STOP"))
+    start.all("3", "0.01", *stop)
+    first, *others = [rank["arguments"] for rank in start.ranks()]
+    assert first == [*others[0], "--stop_stamp", first[-1]] and others[0] == others[1]
+    assert first[-1].endswith(f":none:{stop[1]}")
     verdict = start.verdict()
     assert (verdict.status, verdict.step) == ("finished", 3)
     assert start.codes() == [0, 0, 0]
