@@ -53,8 +53,6 @@ def own_rank(argv: Sequence[str]) -> None:
         ticket, arguments = split_ticket(argv[1:])
         key = _key_of_launch(ticket)
         environment = placed(ticket, os.environ)
-        if environment.rank == 0:
-            arguments = stamped(arguments)
         guard = Guard(ticket, key, environment, [sys.executable, "-u", argv[0]], arguments)
     except JobError as error:
         text = "\n".join(str(problem) for problem in error.problems)
@@ -213,7 +211,10 @@ class Guard:
         mine, its = socket.socketpair()
         stacks = self._output.stacks
         inherited = Inherited(its.fileno(), stacks.fileno(), self._ticket.hosts, self._ticket.batch)
-        command = [*self._command, inherited.argument(), *self._arguments, *order["arguments"]]
+        arguments = [*self._arguments, *order["arguments"]]
+        if place.rank == 0:
+            arguments = stamped(arguments)
+        command = [*self._command, inherited.argument(), *arguments]
         variables = dict(os.environ) | order["environment"] | place.variables()
         stdout, stderr = self._output.open()
         self._process = OwnedProcess(command, variables, stdout, stderr, (its.fileno(), stacks.fileno()))

@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,7 +72,7 @@ def stamped(arguments: Sequence[str]) -> list[str]:
 
 def _value(arguments: Sequence[str], name: str) -> str | None:
     found = None
-    for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
+    for argument, following in zip_longest(arguments, arguments[1:]):
         if argument == f"--{name}":
             found = following
         elif argument.startswith(f"--{name}="):

@@ -206,6 +206,7 @@ def test_a_guard_looks_for_the_file_that_the_command_line_names(tmp_path: Path):
         assert options == with_stamp(options, options.output_dir) != parse_options(given)
         assert options.stop_stamp.endswith(f":none:{path}")
         assert not option_problems(options)
+    assert stamped([]) == []  # MPI's launchers add nothing
     assert stamped(["--config", "run.json", "--output_dir"]) == ["--config", "run.json", "--output_dir"]
 
 
