@@ -5,6 +5,7 @@
     checkpoints/global_step100/manifest.json  written when every rank's shards are complete (`manifest`)
     checkpoints/global_step150.partial/       being written, or left by a crash; never read
     checkpoints/global_step50.deleted/        being removed, or left by a crash; never read
+    checkpoints/global_step100.left_behind/   moved aside when a run that had gone back came by its step again
     checkpoints/latest                        the tag of the newest; replaced atomically, last
     checkpoints/lineage.json                  what was left behind when the run went back (`lineage`)
 
@@ -14,6 +15,11 @@ its name when all of it is on the disk, and loses it before any of it is removed
 
 from __future__ import annotations
 
+import itertools
+import os
+import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from pipeline.checkpoints.lineage import LINEAGE
@@ -49,7 +55,7 @@ __all__ = [
     "point_latest",
     "publish",
     "read_checkpoint",
-    "remove_partial",
+    "remove_leftovers",
     "resume_problems",
     "select_checkpoint",
     "tag_of",
@@ -58,7 +64,10 @@ __all__ = [
 
 PARTIAL = ".partial"
 DELETED = ".deleted"
+REPLACED = f"{PARTIAL}.replaced"
+LEFT_BEHIND = ".left_behind"
 SEEN = ".seen-"  # begins the names of files by which a start finds out who shares the folder
+_LEFTOVER = re.compile(rf"global_step\d+({'|'.join(re.escape(end) for end in (PARTIAL, REPLACED, DELETED))})")
 
 
 def tag_of(step: int) -> str:
@@ -66,33 +75,57 @@ def tag_of(step: int) -> str:
     return f"global_step{step}"
 
 
-def remove_partial(folder: Path) -> None:
+def remove_leftovers(folder: Path, say: Callable[[str], object] = print) -> None:
     """Remove what crashes in the middle of a save or of a removal have left; for one rank, before any rank
-    writes."""
-    for pattern in (f"global_step*{PARTIAL}*", f"global_step*{DELETED}", f"{SEEN}*"):
-        for path in folder.glob(pattern):
-            remove_tree(path)
-    for name in (LATEST, LINEAGE):
-        remove_unfinished(folder / name)
+    writes. What cannot be removed is told by `say`, and tried again before the next save."""
+    removals = [partial(_clear, path) for path in sorted(folder.iterdir()) if _is_leftover(path)]
+    removals += [partial(remove_unfinished, folder / name) for name in (LATEST, LINEAGE)]
+    for remove in removals:
+        try:
+            remove()
+        except OSError as error:
+            say(f"{remove.args[0]} could not be removed: {error}")
 
 
-def publish(partial: Path) -> Path:
+def _is_leftover(path: Path) -> bool:
+    return path.name.startswith(SEEN) or _LEFTOVER.fullmatch(path.name) is not None
+
+
+def _clear(path: Path) -> None:
+    """Remove a leftover; what a crash in `publish` has moved aside, before the new one had its name, counts
+    and gets the name back."""
+    name = path.name.removesuffix(REPLACED)
+    if name != path.name and not os.path.lexists(path.with_name(name)):
+        path.rename(path.with_name(name))
+    else:
+        remove_tree(path)
+
+
+def publish(written: Path, keeps: bool = False) -> Path:
     """Give a complete checkpoint its own name; for one rank.
 
-    A run that went back to an earlier checkpoint comes by its later steps again. What it wrote there the
-    first time is moved aside and goes last, so that at no moment shards of both lie in one folder.
+    What has the name already is moved aside first, so that at no moment shards of both lie in one folder. A
+    crash in between leaves it where `select` finds it; `remove_leftovers` removes it then.
+
+    Args:
+        keeps: It stays, as ``global_stepN.left_behind``: a run that went back has come by the step again.
 
     Returns:
         The checkpoint's folder.
     """
-    path = partial.with_name(partial.name.removesuffix(PARTIAL))
-    replaced = path.with_name(f"{partial.name}.replaced")
+    path = written.with_name(written.name.removesuffix(PARTIAL))
+    aside = _free_name(path) if keeps else path.with_name(f"{path.name}{REPLACED}")
     if path.exists() or path.is_symlink():
-        path.rename(replaced)
-    partial.rename(path)
+        path.rename(aside)
+    written.rename(path)
     sync_folder(path.parent)
-    remove_tree(replaced)
     return path
+
+
+def _free_name(path: Path) -> Path:
+    """``global_stepN.left_behind``, or with the first number that nothing has."""
+    names = (f"{path.name}{LEFT_BEHIND}{number or ''}" for number in itertools.count())
+    return next(free for name in names if not os.path.lexists(free := path.with_name(name)))
 
 
 def point_latest(folder: Path, tag: str) -> None:

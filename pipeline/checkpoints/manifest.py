@@ -41,6 +41,7 @@ MANIFEST = "manifest.json"
 SHARDS = "shards.json"
 FORMAT = 2
 CHOOSE_ANOTHER = "Name another checkpoint with --resume PATH, or use another --output_dir"
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 PACKAGES = {"pipeline": "gpt-pretraining-pipeline", "torch": "torch", "deepspeed": "deepspeed"}
 
 
@@ -241,13 +242,23 @@ def read_checkpoint(path: Path) -> Checkpoint:
     try:
         content = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         checkpoint = _parse(path, content)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except _UNREADABLE as error:
         rule = f"is no complete checkpoint: {MANIFEST} cannot be read ({type(error).__name__}: {error})"
         raise JobError([Problem("resume", str(path), rule, _remedy(path))]) from error
     if wrong := _wrong_files(checkpoint):
         rule = f"is no complete checkpoint: files missing or of another size than when saved: {wrong}"
         raise JobError([Problem("resume", str(path), rule, CHOOSE_ANOTHER)])
     return checkpoint
+
+
+def saved_branches(path: Path) -> tuple[Branches, int] | None:
+    """The branches that the checkpoint at `path` was saved under, and its step, whether or not all files are
+    there; None where the manifest does not tell."""
+    try:
+        checkpoint = _parse(path, json.loads((path / MANIFEST).read_text(encoding="utf-8")))
+    except _UNREADABLE:
+        return None
+    return checkpoint.branches, checkpoint.state.step
 
 
 def _parse(path: Path, content: dict[str, Any]) -> Checkpoint:

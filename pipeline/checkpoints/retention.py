@@ -23,7 +23,12 @@ def retain(folder: Path, newest: int, options: Options, say: Callable[[str], obj
     """
     if options.keep_last is None:
         return
-    for step, path in _too_old(folder, newest, options.keep_last):
+    try:
+        too_old = list(_too_old(folder, newest, options.keep_last))
+    except JobError as error:  # it cannot be listed
+        say(f"no old checkpoint was removed: {error}")
+        return
+    for step, path in too_old:
         if options.keep_every is not None and step % options.keep_every == 0:
             continue
         try:
@@ -36,18 +41,19 @@ def _too_old(folder: Path, newest: int, keep_last: int) -> Iterator[tuple[int, P
     """Complete checkpoints of the run that are not among the last, if `newest` is the first of these."""
     lineage = saved_lineage(folder)
     kept = 0
-    for step, path in sorted(steps_in(folder).items(), reverse=True):
-        if step > newest or lineage is None or not _belongs(path, step, lineage):
+    for step, paths in sorted(steps_in(folder).items(), reverse=True):
+        own = [path for path in paths if lineage is not None and belongs(path, step, lineage)]
+        if step > newest or not own:
             continue
         if kept == 0 and step != newest:
             return
         kept += 1
         if kept > keep_last:
-            yield step, path
+            yield from ((step, path) for path in own)
 
 
-def _belongs(path: Path, step: int, lineage: Lineage) -> bool:
-    """Whether it is complete, and the run would go on from it."""
+def belongs(path: Path, step: int, lineage: Lineage) -> bool:
+    """Whether the checkpoint of `step` at `path` is complete, and a run of that lineage goes on from it."""
     try:
         checkpoint = read_checkpoint(path)
     except JobError:

@@ -24,19 +24,21 @@ from typing import Any
 from pipeline.checkpoints.background import WriteReport, Writing, describe_failure
 from pipeline.checkpoints.file_systems import FileSystems, find_file_systems
 from pipeline.checkpoints.folder import (
+    LATEST,
     PARTIAL,
     SHARDS,
     FileEntry,
     TrainState,
     point_latest,
     publish,
-    remove_partial,
+    remove_leftovers,
     tag_of,
     write_manifest,
 )
 from pipeline.checkpoints.layout_change import shard_index
+from pipeline.checkpoints.lineage import saved_lineage
 from pipeline.checkpoints.planned import PlannedFiles, plan_shards
-from pipeline.checkpoints.retention import retain
+from pipeline.checkpoints.retention import belongs, retain
 from pipeline.checkpoints.space import free_bytes, lack_of_space
 from pipeline.checkpoints.torch_file import SnapshotMemory
 from pipeline.checkpoints.written import WrittenFile
@@ -140,6 +142,8 @@ class Saver:
             except (OSError, ValueError) as error:
                 failure = describe_failure(error)
         self._check(gather_objects(self.parallel, failure), partial)
+        if self.is_leader:  # only now: on every host the new one counts
+            retain(self.folder, current.state.step, self.job.options, self._say)
         self.seconds = max(self.seconds, time.monotonic() - current.begin)
 
     def _partial(self, state: TrainState) -> Path:
@@ -170,7 +174,7 @@ class Saver:
 
     def _add_companions(self, planned: PlannedFiles, partial: Path, index: Any) -> None:
         """What leaders add to their shards, in a folder that nothing of a failed save is left in."""
-        remove_partial(self.folder)
+        remove_leftovers(self.folder, self._say)
         partial.mkdir()  # without its parents: those of a mount that has vanished are not made anew
         self._companions(partial)
         planned.present = [
@@ -215,9 +219,17 @@ class Saver:
             sync_folder(folder)
         entries = self._entries(files)
         write_manifest(self.job, state, partial, entries, self.systems.num_hosts, self.systems.shared)
-        publish(partial)
-        point_latest(self.folder, tag_of(state.step))
-        retain(self.folder, state.step, self.job.options, self._say)
+        publish(partial, keeps=not self._is_own(state.step))
+        remove_leftovers(self.folder, self._say)
+        try:
+            point_latest(self.folder, tag_of(state.step))
+        except OSError as error:  # the checkpoint counts all the same
+            self._say(f"{self.folder / LATEST} still names an older checkpoint: {error}")
+
+    def _is_own(self, step: int) -> bool:
+        """Whether what has the name of a checkpoint of this run is one, which a newer state replaces."""
+        lineage = saved_lineage(self.folder)
+        return lineage is not None and belongs(self.folder / tag_of(step), step, lineage)
 
     def _entries(self, files: list[tuple[WrittenFile, ...]]) -> dict[str, FileEntry]:
         """The manifest's: what leaders all write is the first one's."""

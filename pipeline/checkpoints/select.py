@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoints.lineage import BEFORE_ALL, Lineage, branched, read_lineage, saved_lineage
-from pipeline.checkpoints.manifest import CHOOSE_ANOTHER, Checkpoint, read_checkpoint
+from pipeline.checkpoints.manifest import CHOOSE_ANOTHER, Checkpoint, read_checkpoint, saved_branches
 from pipeline.job.job import Job
-from pipeline.job.model_source import CHECKPOINT_TAG
+from pipeline.job.model_source import CHECKPOINT_NAME
 from pipeline.job.problems import JobError, Problem
 from pipeline.job.run_file import CHECKPOINTS, identity
 
@@ -92,7 +92,8 @@ class Candidates:
 
     def _places(self) -> Iterator[tuple[int, Path]]:
         for step in sorted(self._steps, reverse=True):
-            yield step, self._steps[step]
+            for path in self._steps[step]:
+                yield step, path
         if self._lineage.origin is not None:
             yield ORIGIN, Path(self._lineage.origin)
 
@@ -112,20 +113,25 @@ class Candidates:
         return checkpoint
 
 
-def steps_in(folder: Path) -> dict[int, Path]:
-    """The folders that are named as checkpoints, complete or not, by step.
+def steps_in(folder: Path) -> dict[int, list[Path]]:
+    """The folders that are named as checkpoints, complete or not, by step: ``global_stepN`` first, and then
+    those that were moved aside for it.
 
     Raises:
         JobError: the folder cannot be listed.
     """
     try:
-        found = [(path, CHECKPOINT_TAG.fullmatch(path.name)) for path in folder.iterdir() if path.is_dir()]
+        found = [(path, CHECKPOINT_NAME.fullmatch(path.name)) for path in folder.iterdir() if path.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as error:
         rule = f"cannot be listed ({error.strerror})"
         raise JobError([Problem("resume", str(folder), rule, "See to its permissions")]) from error
-    return {int(match[1]): path for path, match in found if match}
+    steps: dict[int, list[Path]] = {}
+    for path, match in sorted(found, key=lambda each: each[0].name):
+        if match:
+            steps.setdefault(int(match[1]), []).append(path)
+    return steps
 
 
 def candidates_of(job: Job) -> Candidates:
@@ -211,17 +217,16 @@ def lineage_after(folder: Path, checkpoint: Checkpoint, name: str) -> Lineage:
     else:
         origin = current.origin
         goes_on, first = current.owns(checkpoint.branches, step), step
-    if goes_on and not any(_counts(path, current) for at, path in steps_in(folder).items() if at > first):
+    later = [path for at, paths in steps_in(folder).items() if at > first for path in paths]
+    if goes_on and not any(_may_count(path, current) for path in later):
         return current
     if elsewhere:
         return Lineage(((name, BEFORE_ALL),), origin)
     return Lineage(branched(checkpoint.branches, step, name), origin if goes_on else None)
 
 
-def _counts(path: Path, lineage: Lineage) -> bool:
-    """Whether there is a complete checkpoint, and a run of that lineage would go on from it."""
-    try:
-        checkpoint = read_checkpoint(path)
-    except JobError:
-        return False
-    return lineage.owns(checkpoint.branches, checkpoint.state.step)
+def _may_count(path: Path, lineage: Lineage) -> bool:
+    """Whether a run of that lineage would go on from what lies there, now or when what is missing of it comes
+    back, as from a mount that was away or from a backup."""
+    saved = saved_branches(path)
+    return saved is None or lineage.owns(*saved)

@@ -23,7 +23,8 @@ from pipeline.job.user_input import exists, is_file, is_folder
 
 CHECKPOINTS = "checkpoints"
 # The folder name of a checkpoint, with its step.
-CHECKPOINT_TAG = re.compile(r"global_step(\d+)")
+# The checkpoint after so many steps, and what `pipeline.checkpoints.folder.publish` has moved aside for one.
+CHECKPOINT_NAME = re.compile(r"global_step(0|[1-9]\d*)(\.partial\.replaced|\.left_behind\d*)?")
 TOKENIZER_FOLDER = "tokenizer"
 
 
@@ -79,7 +80,7 @@ def starts_anew(options: Options, folder: Path) -> bool:
             names = [path.name for path in checkpoints.iterdir()] if is_folder(checkpoints) else []
         except OSError:
             return False  # the choice of the checkpoint says that they cannot be listed
-        return not any(CHECKPOINT_TAG.fullmatch(name) for name in names)
+        return not any(CHECKPOINT_NAME.fullmatch(name) for name in names)
     return options.resume == "never"
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import shutil
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -13,12 +15,14 @@ import pytest
 from pipeline.checkpoints.digests import digest_of
 from pipeline.checkpoints.folder import (
     FileEntry,
+    TrainState,
     find_checkpoint,
     layout_changes,
     publish,
     read_checkpoint,
-    remove_partial,
+    remove_leftovers,
     resume_problems,
+    select_checkpoint,
     write_manifest,
 )
 from pipeline.job.problems import JobError
@@ -163,25 +167,85 @@ def test_moved_data_is_left_to_its_fingerprint(tmp_path: Path):
     assert resume_problems(job_in(tmp_path, **options)) == []
 
 
-def test_publishing_replaces_the_whole_folder(tmp_path: Path):
+@pytest.mark.parametrize("keeps", [False, True])
+def test_publishing_replaces_the_whole_folder(keeps: bool, tmp_path: Path):
     old, partial = tmp_path / "global_step3", tmp_path / "global_step3.partial"
     for folder, name in ((old, "old.pt"), (partial, "new.pt")):
         folder.mkdir()
         (folder / name).write_bytes(b"")
-    assert publish(partial) == old
-    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == [
-        "global_step3",
-        "global_step3/new.pt",
-    ]
+    (tmp_path / "global_step3.left_behind").mkdir()
+    assert publish(partial, keeps) == old
+    remove_leftovers(tmp_path, pytest.fail)
+    expected = {"global_step3", "global_step3/new.pt", "global_step3.left_behind"}
+    if keeps:
+        expected |= {"global_step3.left_behind1", "global_step3.left_behind1/old.pt"}
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == expected
+
+
+def test_a_crash_while_a_newer_state_of_a_step_is_published_leaves_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As after a stop in the middle of an evaluation, which the next start has done."""
+    path = saved(tmp_path, TrainState(step=3, evaluation_due=True))
+    shutil.copytree(path, partial := path.with_name("global_step3.partial"))
+    rename = Path.rename
+
+    def crash(this: Path, target: Path) -> None:
+        if this == partial:
+            raise KeyboardInterrupt
+        rename(this, target)
+
+    monkeypatch.setattr(Path, "rename", crash)
+    with pytest.raises(KeyboardInterrupt):
+        publish(partial)
+    monkeypatch.undo()
+    assert not path.exists()
+    chosen = select_checkpoint(job_in(tmp_path)).checkpoint
+    assert chosen is not None
+    assert chosen.state == TrainState(step=3, evaluation_due=True)
+    remove_leftovers(path.parent, pytest.fail)  # before the next save
+    assert sorted(each.name for each in path.parent.iterdir()) == ["global_step3", "latest"]
+    assert read_checkpoint(path).state == chosen.state
+
+
+def test_of_two_states_of_a_step_the_one_with_the_name_counts(tmp_path: Path):
+    """A crash came before the older one was removed."""
+    path = saved(tmp_path, TrainState(step=3))
+    shutil.copytree(path, path.with_name("global_step3.partial.replaced"))
+    assert select_checkpoint(job_in(tmp_path)).checkpoint.path == path
 
 
 def test_only_leftovers_of_crashes_are_removed(tmp_path: Path):
-    for name in ("global_step1", "global_step2.partial", "global_step2.partial.replaced"):
+    kept = {
+        "global_step1", "global_step3", "global_step3.left_behind", "global_step4_zero3.partial",
+        "global_step4.partial-mine", "global_step4_old.deleted", "global_step_notes.partial",
+    }  # fmt: skip
+    removed = ("global_step2.partial", "global_step1.partial.replaced", "global_step7.deleted")
+    for name in (*kept - {"global_step3"}, *removed, "global_step3.partial.replaced"):
         (tmp_path / name / "sub").mkdir(parents=True)
     for name in (".seen-e8b7-0", "latest", "latest.tmp7", "lineage.json.tmp8", "latest.tmpl"):
         (tmp_path / name).write_text("global_step1\n", encoding="utf-8")
-    remove_partial(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step1", "latest", "latest.tmpl"]
+    remove_leftovers(tmp_path, pytest.fail)
+    assert {path.name for path in tmp_path.iterdir()} == {*kept, "latest", "latest.tmpl"}
+
+
+def test_a_leftover_that_cannot_be_removed_is_told_and_keeps_none_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("global_step1.deleted", "global_step2.partial"):
+        (tmp_path / name).mkdir()
+    remove = shutil.rmtree
+
+    def busy(path: Path) -> None:
+        if path.name == "global_step1.deleted":
+            raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+        remove(path)
+
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    said: list[str] = []
+    remove_leftovers(tmp_path, said.append)
+    assert [path.name for path in tmp_path.iterdir()] == ["global_step1.deleted"]
+    assert "global_step1.deleted could not be removed: [Errno 16] Device or resource busy" in said[0]
 
 
 def test_the_manifest_lists_every_file_but_itself(tmp_path: Path):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.checkpoints.folder import TrainState, remove_partial, select_checkpoint
+from pipeline.checkpoints.folder import TrainState, remove_leftovers, select_checkpoint
 from pipeline.checkpoints.retention import retain
 from pipeline.training import atomic_file
 from tests.checkpoints.saved_runs import job_in, saved
@@ -95,7 +95,7 @@ def test_a_kill_in_the_middle_of_a_removal_leaves_nothing_half(
     selection = select_checkpoint(job_in(tmp_path))
     assert selection.checkpoint.state.step == 3 and selection.notes == ()
     assert [path.name for path in folder.glob("*.deleted")] == ["global_step2.deleted"]
-    remove_partial(folder)  # at the next start
+    remove_leftovers(folder)  # at the next start
     assert kept(folder) == [1, 3]
     retain(folder, 3, job_in(tmp_path, keep_last=1).options, pytest.fail)
     assert kept(folder) == [3]
@@ -111,7 +111,7 @@ def test_of_a_link_only_the_link_is_removed_and_later_saves_go_on(tmp_path: Path
     assert (archive / "manifest.json").exists()
     (folder / "global_step4.deleted").symlink_to(archive)
     (folder / "global_step4.partial").write_text("a file")
-    remove_partial(folder)
+    remove_leftovers(folder)
     assert sorted(path.name for path in folder.iterdir()) == ["global_step3", "latest"]
     assert (archive / "manifest.json").exists()
 

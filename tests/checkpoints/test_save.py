@@ -48,11 +48,12 @@ def test_a_run_that_went_back_never_loses_its_checkpoint(tmp_path: Path):
     assert (folder / "latest").read_text() == "global_step1\n"
     for step in (1, 2, 3):  # the old one of step 2 is still whole
         assert read_checkpoint(folder / f"global_step{step}").state.step == step
-    # The second attempt replaces it.
+    # The second attempt takes its name.
     run_ranks(go_back_and_save, 2, description)
     assert find_checkpoint(str(tmp_path / "run"), "auto").state == TrainState(step=2, tokens=99)
     names = {path.name for path in folder.iterdir()}
-    assert names == {"latest", "lineage.json", "global_step1", "global_step2", "global_step3"}
+    steps = {"global_step1", "global_step2", "global_step2.left_behind", "global_step3"}
+    assert names == {"latest", "lineage.json", *steps}
 
 
 def save_three_steps(job: Job) -> None:

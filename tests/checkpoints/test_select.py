@@ -173,6 +173,35 @@ def test_a_run_may_change_its_mind(tmp_path: Path):
     assert chosen(tmp_path)[0] == 1
 
 
+@pytest.mark.parametrize("lost", ["sub/shard.pt", "manifest.json", ""])
+def test_what_was_passed_over_does_not_count_when_it_comes_back(lost: str, tmp_path: Path):
+    """A mount was away, or somebody has brought a backup."""
+    folder = three(tmp_path)
+    away = tmp_path / "away"
+    (folder / "global_step3" / lost).rename(away)
+    if not lost:
+        (folder / "global_step3").mkdir()
+    assert chosen(tmp_path)[0] == 2
+    go_on(folder, folder / "global_step2")
+    if not lost:
+        (folder / "global_step3").rmdir()
+    away.rename(folder / "global_step3" / lost)
+    step, said = chosen(tmp_path)
+    assert step == 2
+    assert "global_step3: it was left behind" in said
+
+
+def test_a_checkpoint_that_was_moved_aside_can_be_returned_to(tmp_path: Path):
+    """Back to 1, on to another 2, then to the first 2 by its new name."""
+    folder = three(tmp_path)
+    go_on(folder, folder / "global_step1")
+    (folder / "global_step2").rename(aside := folder / "global_step2.left_behind")
+    saved(tmp_path, TrainState(step=2))
+    assert select_checkpoint(job_in(tmp_path)).checkpoint.path == folder / "global_step2"
+    go_on(folder, aside, "third")
+    assert select_checkpoint(job_in(tmp_path)).checkpoint.path == aside
+
+
 def test_going_on_from_the_newest_is_no_branch(tmp_path: Path):
     folder = three(tmp_path)
     go_on(folder, folder / "global_step3")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from pipeline.checkpoints import saver
 from pipeline.checkpoints.folder import TrainState, read_checkpoint
 from pipeline.checkpoints.proof import Prover, agree_on_checkpoint
 from pipeline.checkpoints.select import select_checkpoint
@@ -66,6 +68,33 @@ def on_own_host(engine: TrainEngine) -> TrainEngine:
     """As if this rank were the only one of its host."""
     engine.deepspeed.local_rank = 0
     return engine
+
+
+def test_nothing_is_removed_before_the_new_one_counts_on_every_host(tmp_path: Path):
+    jobs = []
+    for host in ("host0", "host1"):
+        (tmp_path / host).mkdir()
+        made = job(tmp_path / host, optimizer=ADAM, zero_optimization={"stage": 1})
+        jobs.append(replace(made, options=replace(made.options, keep_last=1)))
+    first, second = run_ranks(save_where_one_host_cannot, 2, jobs)
+    assert first == (1, ["global_step1", "global_step2", "latest"])
+    assert second == (1, ["global_step1", "latest"])
+
+
+def save_where_one_host_cannot(jobs: list[Job]) -> tuple[int, list[str]]:
+    """The second host's disk refuses the manifest of step 2: what both go on from, and what is here."""
+    rank = int(os.environ["RANK"])
+    engine = on_own_host(start(jobs[rank]))
+    saving = saver.Saver(engine, jobs[rank])
+    saving.begin(TrainState(step=1))
+    if rank == 1:
+        saver.write_manifest = lambda *_: saving.folder.mkdir()  # which is there
+    train(engine, 1)
+    with pytest.raises(saver.SaveFailed):
+        saving.begin(TrainState(step=2))
+    agreed = agree_on_checkpoint(jobs[rank], select_checkpoint(jobs[rank]), Prover(engine.parallel, 0))
+    assert agreed.checkpoint is not None
+    return agreed.checkpoint.state.step, sorted(path.name for path in saving.folder.iterdir())
 
 
 def test_a_change_that_needs_the_parts_of_others_is_refused_on_every_rank(tmp_path: Path):
