@@ -15,6 +15,7 @@ for dead (a host that slept, say), and ends.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -191,8 +192,10 @@ class FolderLease:
                 else:
                     self.lost(f"another job has taken {self.folder}: this one ends at once")
                     return
-            except OSError:
-                continue  # a full disk or a mount that is away: the next beat tries again
+            except OSError as error:
+                # Of a mount that is away the next beat tries again.
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    self._write_in_place()
 
     def _holds(self, missing: bool = False) -> bool:
         """Whether the lease is this process's; `missing` is the answer where there is none."""
@@ -202,14 +205,24 @@ class FolderLease:
         lease = parse(content)
         return lease is not None and lease.holder == self.own.holder
 
+    def _write_in_place(self) -> None:
+        """Where the disk is full for another file, this one still takes as many bytes as it has. Who reads it
+        half written sees that it changes."""
+        with contextlib.suppress(OSError), self.path.open("r+b") as file:
+            file.write(_line(self.own))
+
     def _write(self) -> None:
         self.own = replace(self.own, beat=self.own.beat + 1)
         new = self.path.with_name(f"{LEASE_FILE}.{self.own.holder}")
         try:
-            new.write_text(json.dumps(asdict(self.own)) + "\n", encoding="utf-8")
+            new.write_bytes(_line(self.own))
             new.replace(self.path)
         finally:
             new.unlink(missing_ok=True)
+
+
+def _line(lease: Lease) -> bytes:
+    return json.dumps(asdict(lease)).encode() + b"\n"
 
 
 def verdict_of_process(lease: Lease, here: Lease) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -51,6 +52,23 @@ def test_a_dead_host_does_not_hold_it_for_ever(tmp_path: Path) -> None:
     second.take()
     assert QUICK.expiry <= time.monotonic() - begin < 10 * QUICK.expiry
     second.release()
+
+
+def test_a_full_disk_gives_the_folder_to_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = on_host(tmp_path, "one"), on_host(tmp_path, "two")
+    first.take()
+    write = Path.write_bytes
+
+    def full(path: Path, data: bytes) -> int:
+        if first.own.holder in path.name:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return write(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(LeaseTaken) as caught:
+        second.take()
+    assert caught.value.lease is None or caught.value.lease.host == "one"
+    first.release()
 
 
 def test_clocks_do_not_matter(tmp_path: Path) -> None:
