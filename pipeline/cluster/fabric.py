@@ -7,6 +7,7 @@ here ──ssh──> fabric_host on each host ──fork──> a rank per slot
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import sys
 import time
@@ -21,6 +22,8 @@ from pipeline.cluster.world import World
 from pipeline.job.resolve import PROJECT
 
 FABRIC_SECONDS = 120
+# Three times at most (hosts + 1) x slots rounds; the first make a connection for each pair.
+_SECONDS_PER_SLOT = 0.5
 # Room above the ranks' own limit, so that their words about it arrive.
 _LONGER_SECONDS = 10
 _CONNECT_SECONDS = 45
@@ -55,7 +58,7 @@ def run_fabric_test(
     addresses: Sequence[str],
     port: int,
     environment: Mapping[str, str],
-    seconds: int = FABRIC_SECONDS,
+    seconds: int | None = None,
 ) -> FabricTest:
     """Try every link of `world`; ends after at most about `seconds`, and leaves no process behind.
 
@@ -64,8 +67,10 @@ def run_fabric_test(
         addresses: Of each host, as the others reach it.
         port: Of the ranks' rendezvous on the first host.
         environment: Variables for the ranks.
+        seconds: None: `time_limit`.
     """
     found = FabricTest(world)
+    seconds = time_limit(world) if seconds is None else seconds
     deadline = time.monotonic() + seconds + _LONGER_SECONDS
     program = f"{shlex.quote(sys.executable)} -m pipeline.parallel.fabric_host"
     script = f"cd {shlex.quote(str(PROJECT))} && exec {program}"
@@ -82,6 +87,12 @@ def run_fabric_test(
         said = close_all(sessions)
     found.silent = [(number, failure_of(said[number]).rule) for number, _ in found.silent]
     return found
+
+
+def time_limit(world: World) -> int:
+    """Seconds that the test of so many links may take; it takes much less where all of them are well."""
+    slots = max(host.slots for host in world.hosts)
+    return FABRIC_SECONDS + math.ceil(_SECONDS_PER_SLOT * slots * (len(world.hosts) + 1))
 
 
 def _request(

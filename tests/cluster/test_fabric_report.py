@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from pipeline.cluster.fabric import FabricTest
+from pipeline.cluster.fabric import FABRIC_SECONDS, FabricTest, time_limit
 from pipeline.cluster.fabric_report import fabric_problems, fabric_tables
 from pipeline.cluster.hostfile import Host
 from pipeline.cluster.world import World
 from pipeline.job.report import console
-from pipeline.parallel.fabric import groups, send_rounds
+from pipeline.parallel.fabric import ROUNDS, groups, send_rounds
 
 GB = 1e9
 
@@ -59,6 +59,13 @@ def spoil(found: FabricTest, change: dict[str, Any], **which: Any) -> FabricTest
 @pytest.mark.parametrize(("hosts", "slots"), [(1, 1), (1, 8), (2, 1), (2, 8), (16, 8)])
 def test_equal_links_have_no_problem(hosts: int, slots: int) -> None:
     assert fabric_problems(measured(hosts, slots)) == []
+
+
+@pytest.mark.parametrize(("hosts", "slots"), [(2, 1), (3, 4), (16, 8), (64, 8)])
+def test_the_time_limit_grows_with_the_rounds(hosts: int, slots: int) -> None:
+    world = World(tuple(Host(f"h{number}", slots) for number in range(hosts)), "cuda")
+    rounds = ROUNDS * sum(1 for _ in send_rounds([slots] * hosts))
+    assert time_limit(world) >= FABRIC_SECONDS + 0.16 * rounds
 
 
 def test_a_wrong_sum_and_a_wrong_send_are_errors() -> None:
