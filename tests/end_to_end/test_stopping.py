@@ -196,7 +196,7 @@ def stopped_in(args: list[str], rank: int, target: str) -> None:
 
 
 @pytest.mark.slow
-def test_going_back_to_an_earlier_checkpoint_replaces_the_later_one(shop: Workshop):
+def test_going_back_to_an_earlier_checkpoint_moves_the_later_one_aside(shop: Workshop):
     arguments = shop.arguments("run", shop.config(), "--save_interval", "2", steps=4)
     run_job(arguments, 2).check()
     whole = shop.steps("run")
@@ -204,8 +204,9 @@ def test_going_back_to_an_earlier_checkpoint_replaces_the_later_one(shop: Worksh
     (later / "stale.pt").write_bytes(b"of the first time")
     run_job([*arguments, "--resume", str(later.with_name("global_step2"))], 2).check()
     assert shop.steps("run") == whole
-    names = ["global_step2", "global_step4", "latest", "lineage.json"]
+    names = ["global_step2", "global_step4", "global_step4.left_behind", "latest", "lineage.json"]
     assert sorted(path.name for path in later.parent.iterdir()) == names
+    assert (later.with_name("global_step4.left_behind") / "stale.pt").exists()
     assert not (later / "stale.pt").exists()
     assert "stale.pt" not in json.loads((later / "manifest.json").read_text(encoding="utf-8"))["files"]
 
