@@ -36,9 +36,11 @@ from tests.harness import JobResult, run_job, stop_server
 from tests.harness.client import CPU_ENVIRONMENT
 
 ENDLESS = 1_000_000
-# Another layout adds in another order. Over more steps such differences grow: after 1,000 kills in five
-# layouts the gradient norm was off by more than 1e-5 from step 365 on, by 2e-5 there, the loss by 6e-7.
+# Another layout adds in another order. What five layouts in turn differ by from one comes and goes from step
+# to step: in 450 steps the loss was off by 7e-7 at most, the norm by 1.3e-5 (2e-5 after 1,000 kills).
+# A momentum that is lost once puts the loss off by 1e-2 and the norm by 0.1 to 0.4.
 COMPARED_STEPS = 300
+TOLERANCE = {"loss": 1e-5, "grad_norm": 5e-5}
 # How often the first rank touches the folder in a load; with the first save; with five of them.
 EVENTS = (25, 70, 260)
 LONGEST_DELAY = 0.03
@@ -167,9 +169,9 @@ class KilledRun:
         killed, whole = self.shop.steps("killed"), self.shop.steps("whole")
         assert [line["step"] for line in killed] == list(range(1, last + 1))
         for mine, theirs in zip(killed[:COMPARED_STEPS], whole, strict=False):
-            for key in ("loss", "grad_norm"):
+            for key, tolerance in TOLERANCE.items():
                 difference = abs(mine[key] - theirs[key])
-                assert difference <= 1e-5 * abs(theirs[key]), (key, mine, theirs)
+                assert difference <= tolerance * abs(theirs[key]), (key, mine, theirs)
         assert leftovers(self.checkpoints) == [], leftovers(self.checkpoints)
         self.report.step = last
 
