@@ -4,6 +4,7 @@
     checkpoints/global_step100/shards.json    which part of which parameter lies where in them
     checkpoints/global_step100/manifest.json  written when every rank's shards are complete (`manifest`)
     checkpoints/global_step150.partial/       being written, or left by a crash; never read
+    checkpoints/global_step150.partial.replaced/  gives way to a newer state of that step (`publish`)
     checkpoints/global_step50.deleted/        being removed, or left by a crash; never read
     checkpoints/global_step100.left_behind/   moved aside when a run that had gone back came by its step again
     checkpoints/latest                        the tag of the newest; replaced atomically, last
@@ -67,7 +68,9 @@ DELETED = ".deleted"
 REPLACED = f"{PARTIAL}.replaced"
 LEFT_BEHIND = ".left_behind"
 SEEN = ".seen-"  # begins the names of files by which a start finds out who shares the folder
-_LEFTOVER = re.compile(rf"global_step\d+({'|'.join(re.escape(end) for end in (PARTIAL, REPLACED, DELETED))})")
+_LEFTOVER = re.compile(
+    r"global_step\d+(\.partial|\.partial\.replaced|(\.partial\.replaced|\.left_behind\d*)?\.deleted)"
+)
 
 
 def tag_of(step: int) -> str:

@@ -22,15 +22,16 @@ def output_problems(key: str, given: str) -> list[Problem]:
     path = Path(given)
     # As it was named, and where it is: the run's own folder may be a link to another disk.
     around = {parent for each in (path.absolute(), path.resolve()) for parent in (each, *each.parents)}
-    for folder in sorted(filter(_holds_checkpoints, around)):
+    for folder in sorted(each for each in around if _holds_checkpoints(each, path.resolve())):
         rule = f"lies in {folder}, and what is there belongs to that run"
         return [Problem(key, given, rule, "Name a folder elsewhere")]
     return []
 
 
-def _holds_checkpoints(folder: Path) -> bool:
-    """Whether a run saves there, or has saved."""
+def _holds_checkpoints(folder: Path, made: Path) -> bool:
+    """Whether a run saves there, or has saved; `made` may be there from an earlier time."""
     if folder.name != CHECKPOINTS:
         return False
     marks = (folder.parent / RUN_FILE, folder / LATEST, folder / LINEAGE)
-    return any(map(exists, marks)) or bool(steps_in(folder))
+    found = (path.resolve() for paths in steps_in(folder).values() for path in paths)
+    return any(map(exists, marks)) or any(path != made for path in found)

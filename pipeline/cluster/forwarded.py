@@ -34,7 +34,7 @@ FIND_MODULES = ("PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE")
 # Neither a shell nor pdsh, which replaces %h, %n and %u, makes anything else of this.
 PLAIN = re.compile(r"[\w@+=:,./-]*")
 _SECRET = re.compile(
-    r"SECRET|TOKEN(?!IZER)|PASSW|PASSPHRASE|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE|(^|_)KEYS?(_|$)"
+    r"SECRET|TOKEN(?!IZER|S(_|$))|PASSW|PASSPHRASE|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE|(^|_)KEYS?(_|$)"
 )
 # Their values only say where a secret lies.
 _PLACE = re.compile(r"GOOGLE_APPLICATION_CREDENTIALS|.*_(FILE|PATH|DIR)")

@@ -27,7 +27,7 @@ class Ticket:
 
     Attributes:
         hosts: (name, slots) of the checked world, in rank order; empty without a launch.
-        address, port: Where the launch listens; empty where rank 0's guard does (`hub.direct_ports`).
+        address, port: Where the launch listens; empty where rank 0's guard does (`rank_place.direct_ports`).
         key_file: Path of the key on every host (`pipeline.cluster.credential`); empty without a launch.
         failure_timeout: Seconds within which the ranks end when something they need is gone.
         step_timeout: Seconds that a step may take; None: from the measured ones.

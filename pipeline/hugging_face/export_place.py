@@ -62,19 +62,26 @@ class ExportPlace:
                 shutil.rmtree(self.path, ignore_errors=True)
 
     def _recover(self) -> None:
-        """A crash between the two renames of `publish` has left the name to nobody: the folder that had it
+        self._give_back()
+        remove_tree(self.replaced)
+        remove_tree(self.content)
+
+    def _give_back(self) -> None:
+        """What came between the two renames of `publish` has left the name to nobody: the folder that had it
         gets it back."""
         if self.replaced.exists() and not _has_content(self.folder):
             self.replaced.rename(self.folder)
             sync_folder(self.folder.parent)
-        remove_tree(self.replaced)
-        remove_tree(self.content)
 
     def publish(self, report: Callable[[str], None]) -> None:
         """Give what was written its name, in the place of an earlier folder."""
-        if _has_content(self.folder):
-            self.folder.rename(self.replaced)
-        self.content.rename(self.folder)  # an empty folder of that name gives way
+        try:
+            if _has_content(self.folder):
+                self.folder.rename(self.replaced)
+            self.content.rename(self.folder)  # an empty folder of that name gives way
+        except BaseException:
+            self._give_back()
+            raise
         sync_folder(self.folder.parent)
         try:
             remove_tree(self.replaced)

@@ -22,7 +22,6 @@ from pipeline.job.problems import JobError, Problem
 from pipeline.job.user_input import exists, is_file, is_folder
 
 CHECKPOINTS = "checkpoints"
-# The folder name of a checkpoint, with its step.
 # The checkpoint after so many steps, and what `pipeline.checkpoints.folder.publish` has moved aside for one.
 CHECKPOINT_NAME = re.compile(r"global_step(0|[1-9]\d*)(\.partial\.replaced|\.left_behind\d*)?")
 TOKENIZER_FOLDER = "tokenizer"

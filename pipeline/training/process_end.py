@@ -18,9 +18,7 @@ def end_process(code: int) -> NoReturn:
 
     Call it in the main thread; all other threads that are not daemons are waited for.
     """
-    for thread in threading.enumerate():
-        if not thread.daemon and thread is not threading.current_thread():
-            thread.join()
+    threading._shutdown()  # wakes the workers of executors, too, that nobody has shut down
     atexit._run_exitfuncs()  # what other libraries have asked for, such as monitors that send their last data
     sys.stdout.flush()
     sys.stderr.flush()

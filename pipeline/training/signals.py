@@ -36,6 +36,7 @@ SAME_KEYPRESS_SECONDS = 0.5
 
 # How long a process may take to leave by itself before the ranks have met.
 EARLY_SECONDS = 3.0
+_SHORTEST_WAIT = 0.01  # of a socket, for which 0 means none at all
 
 
 class StoppedEarly(BaseException):
@@ -147,28 +148,32 @@ class StopRequest:
 
     def _watch(self) -> None:
         first: float | None = None
-        while received := self._reader.recv(64):
+        later = b""
+        while received := later or self._reader.recv(64):
+            later, now = b"", time.monotonic()
+            if signal.SIGINT in received:
+                if first is not None and now - first > SAME_KEYPRESS_SECONDS:
+                    # Not sys.exit: the main thread may never run again, and nothing is left to clean up.
+                    os._exit(1)
+                first = first or now
             asked = [number for number in STOP_SIGNALS if number in received]
             if asked and self._early:
-                self._watch_leaving(asked[0])
-            if signal.SIGINT not in received:
-                continue
-            now = time.monotonic()
-            if first is None:
-                first = now
-            elif now - first > SAME_KEYPRESS_SECONDS:
-                # Not sys.exit: the main thread may never run again, and nothing is left to clean up.
-                os._exit(1)
+                later = self._watch_leaving(asked[0])
 
-    def _watch_leaving(self, number: signal.Signals) -> None:
-        """End the process if it does not end by itself soon; unless the ranks meet after all."""
-        self._reader.settimeout(EARLY_SECONDS)
+    def _watch_leaving(self, number: signal.Signals) -> bytes:
+        """End the process if it does not end by itself soon; unless the ranks meet after all: what arrives
+        then is returned."""
+        deadline = time.monotonic() + EARLY_SECONDS
         try:
-            while self._reader.recv(64):
-                """Another signal changes nothing; the end of file does: the context has been left."""
+            while self._early:
+                self._reader.settimeout(max(deadline - time.monotonic(), _SHORTEST_WAIT))
+                received = self._reader.recv(64)
+                if not received or not self._early:  # the context has been left, or the ranks have met
+                    return received
         except TimeoutError:
             if self._early:
                 self.leave(number.name)
                 os._exit(EXIT_STOPPED)
         finally:
             self._reader.settimeout(None)
+        return b""

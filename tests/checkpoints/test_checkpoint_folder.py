@@ -220,7 +220,10 @@ def test_only_leftovers_of_crashes_are_removed(tmp_path: Path):
         "global_step1", "global_step3", "global_step3.left_behind", "global_step4_zero3.partial",
         "global_step4.partial-mine", "global_step4_old.deleted", "global_step_notes.partial",
     }  # fmt: skip
-    removed = ("global_step2.partial", "global_step1.partial.replaced", "global_step7.deleted")
+    removed = (
+        "global_step2.partial", "global_step1.partial.replaced", "global_step7.deleted",
+        "global_step3.left_behind2.deleted", "global_step8.partial.replaced.deleted",
+    )  # fmt: skip
     for name in (*kept - {"global_step3"}, *removed, "global_step3.partial.replaced"):
         (tmp_path / name / "sub").mkdir(parents=True)
     for name in (".seen-e8b7-0", "latest", "latest.tmp7", "lineage.json.tmp8", "latest.tmpl"):

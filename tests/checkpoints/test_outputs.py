@@ -29,6 +29,15 @@ def test_other_folders_are_not(tmp_path: Path):
         assert output_problems("folder", str(tmp_path / folder)) == []
 
 
+def test_a_folder_that_was_made_before_is_no_runs(tmp_path: Path):
+    """The same conversion again, whose result has the name of a checkpoint."""
+    folder = tmp_path / "checkpoints" / "global_step4"
+    folder.mkdir(parents=True)
+    assert output_problems("FOLDER", str(folder)) == []
+    (tmp_path / "run.json").touch()
+    assert output_problems("FOLDER", str(folder)) != []
+
+
 def test_links_are_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The checkpoints of a run on another disk, a link to a run, and a path from here."""
     (tmp_path / "disk" / "global_step4").mkdir(parents=True)

@@ -69,6 +69,20 @@ def test_a_process_ends_while_gloo_frees_tensors(end: str, code: int):
     assert done.returncode == code, done.stderr
 
 
+def test_an_executor_that_nobody_has_shut_down_keeps_no_process(tmp_path: Path):
+    """As libraries have them; an interpreter that ends wakes their threads."""
+    script = (
+        "import atexit, concurrent.futures\n"
+        "from pipeline.training.process_end import end_process\n"
+        f"atexit.register(open, {str(tmp_path / 'asked')!r}, 'w')\n"
+        "executor = concurrent.futures.ThreadPoolExecutor(1)\n"
+        "executor.submit(int).result()\n"
+        "end_process(3)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=30).returncode == 3
+    assert (tmp_path / "asked").exists()
+
+
 @pytest.mark.slow
 def test_a_finished_rank_ends_with_0_while_gloo_frees_tensors(tmp_path: Path):
     """What the interpreter runs at the end is run, and then no thread can abort the process any more."""
