@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -121,11 +122,7 @@ def _export(options: ExportOptions) -> Export:
 
 def chosen_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint at `path`; says which newer ones were passed over."""
-    selection = checkpoint_at(path)
-    assert selection.checkpoint is not None
-    for note in selection.notes:
-        print(note, file=sys.stderr)
-    return selection.checkpoint
+    return checkpoint_at(path).told(partial(print, file=sys.stderr))
 
 
 def bytes_of(size: str) -> int | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,22 +67,13 @@ def _read(arguments: Sequence[str]) -> tuple[Checkpoint, Job, ReshardOptions]:
     launcher, options, _ = read_arguments(arguments, ReshardOptions, PROGRAM)
     if problems := _own_problems(options):
         raise JobError(problems)
-    checkpoint = _source(options.checkpoint)
+    checkpoint = find_source(options.checkpoint).told(partial(print, file=sys.stderr))
     run_file = run_file_of(checkpoint)
     if options.config is None and run_file is not None:
         launcher, options, _ = read_arguments(
             ["--config", str(run_file), *arguments], ReshardOptions, PROGRAM
         )
     return checkpoint, _job(checkpoint, options, launcher), options
-
-
-def _source(given: str) -> Checkpoint:
-    """The checkpoint that is meant; says which newer ones were passed over."""
-    found = find_source(given)
-    assert found.checkpoint is not None
-    for note in found.notes:
-        print(note, file=sys.stderr)
-    return found.checkpoint
 
 
 def _own_problems(options: ReshardOptions) -> list[Problem]:

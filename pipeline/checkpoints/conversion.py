@@ -6,7 +6,6 @@ import hashlib
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from pipeline.checkpoints.folder import (
     read_checkpoint,
 )
 from pipeline.checkpoints.manifest import write_converted_manifest
+from pipeline.checkpoints.outputs import only_one
 from pipeline.checkpoints.stored import StoredState
 from pipeline.checkpoints.universal import (
     FILE_OVERHEAD,
@@ -31,7 +31,6 @@ from pipeline.checkpoints.universal import (
 )
 from pipeline.checkpoints.workplace import Workplace
 from pipeline.checkpoints.written import WrittenFile
-from pipeline.data.locking import file_lock
 from pipeline.job.job import Job
 from pipeline.job.problems import JobError, Problem
 from pipeline.model.outline import parameter_cuts
@@ -87,12 +86,7 @@ def convert(
         rule = f"is where it would be made, and holds {foreign[0]}, which no conversion has made"
         raise JobError([Problem("FOLDER", str(place.path), rule, "Move it away, or name another folder")])
     place.path.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(file_lock(place.path / "lock", 0.0, lambda _: None))
-        except TimeoutError as error:
-            rule, remedy = "another process is converting into it", "Wait for it, or name another folder"
-            raise JobError([Problem("FOLDER", str(folder), rule, remedy)]) from error
+    with only_one(place.path / "lock", "FOLDER", folder, "converting"):
         finished = _finished(folder, task)
         if not finished:
             place.prepare(task)

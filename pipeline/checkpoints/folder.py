@@ -38,6 +38,7 @@ from pipeline.checkpoints.manifest import (
 )
 from pipeline.checkpoints.resume import layout_changes, resume_problems
 from pipeline.checkpoints.select import LATEST, find_checkpoint, select_checkpoint
+from pipeline.job.model_source import LEFT_BEHIND, MOVED_ASIDE, REPLACED
 from pipeline.training.atomic_file import remove_tree, remove_unfinished, replaced_atomically, sync_folder
 
 __all__ = [
@@ -65,11 +66,9 @@ __all__ = [
 
 PARTIAL = ".partial"
 DELETED = ".deleted"
-REPLACED = f"{PARTIAL}.replaced"
-LEFT_BEHIND = ".left_behind"
 SEEN = ".seen-"  # begins the names of files by which a start finds out who shares the folder
 _LEFTOVER = re.compile(
-    r"global_step\d+(\.partial|\.partial\.replaced|(\.partial\.replaced|\.left_behind\d*)?\.deleted)"
+    rf"global_step\d+({re.escape(PARTIAL)}|{re.escape(REPLACED)}|{MOVED_ASIDE}{re.escape(DELETED)})"
 )
 
 

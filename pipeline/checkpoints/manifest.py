@@ -240,8 +240,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         JobError: no manifest, one that is not whole, or a file that is missing or has another size.
     """
     try:
-        content = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        checkpoint = _parse(path, content)
+        checkpoint = _parse(path)
     except _UNREADABLE as error:
         rule = f"is no complete checkpoint: {MANIFEST} cannot be read ({type(error).__name__}: {error})"
         raise JobError([Problem("resume", str(path), rule, _remedy(path))]) from error
@@ -255,14 +254,15 @@ def saved_branches(path: Path) -> tuple[Branches, int] | None:
     """The branches that the checkpoint at `path` was saved under, and its step, whether or not all files are
     there; None where the manifest does not tell."""
     try:
-        checkpoint = _parse(path, json.loads((path / MANIFEST).read_text(encoding="utf-8")))
+        checkpoint = _parse(path)
     except _UNREADABLE:
         return None
     return checkpoint.branches, checkpoint.state.step
 
 
-def _parse(path: Path, content: dict[str, Any]) -> Checkpoint:
-    """Raises ValueError, KeyError, TypeError or AttributeError for anything but a manifest."""
+def _parse(path: Path) -> Checkpoint:
+    """What the manifest at `path` says. Raises one of `_UNREADABLE` for anything but a manifest."""
+    content = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     given = content.get("format")
     if given not in (None, FORMAT):
         raise ValueError(f"format {given} is not known here, {FORMAT} is the newest")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from pipeline.checkpoints.lineage import LINEAGE
 from pipeline.checkpoints.select import LATEST, steps_in
+from pipeline.data.locking import file_lock
 from pipeline.job.options import RUN_FILE
-from pipeline.job.problems import Problem
+from pipeline.job.problems import JobError, Problem
 from pipeline.job.run_file import CHECKPOINTS
 from pipeline.job.user_input import exists
 
@@ -26,6 +29,22 @@ def output_problems(key: str, given: str) -> list[Problem]:
         rule = f"lies in {folder}, and what is there belongs to that run"
         return [Problem(key, given, rule, "Name a folder elsewhere")]
     return []
+
+
+@contextmanager
+def only_one(lock: Path, key: str, folder: Path, doing: str) -> Iterator[None]:
+    """Inside, no other process is `doing` ("exporting", say) into `folder`: this one has the file `lock`.
+
+    Raises:
+        JobError: another process has it.
+    """
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(file_lock(lock, 0.0, lambda _: None))
+        except TimeoutError as error:  # of a disk, inside, it would be something else
+            rule, remedy = f"another process is {doing} into it", "Wait for it, or name another folder"
+            raise JobError([Problem(key, str(folder), rule, remedy)]) from error
+        yield
 
 
 def _holds_checkpoints(folder: Path, made: Path) -> bool:

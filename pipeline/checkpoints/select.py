@@ -8,7 +8,7 @@ another run. Where some exist and none can be used, that is an error: a run neve
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,13 @@ class Selection:
 
     checkpoint: Checkpoint | None = None
     notes: tuple[str, ...] = ()
+
+    def told(self, say: Callable[[str], object]) -> Checkpoint:
+        """The checkpoint, where there must be one, after what was passed over for it."""
+        assert self.checkpoint is not None
+        for note in self.notes:
+            say(note)
+        return self.checkpoint
 
 
 @dataclass

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.data.locking import file_lock
-from pipeline.job.problems import JobError, Problem
+from pipeline.checkpoints.outputs import only_one
 from pipeline.training.atomic_file import remove_tree, sync_folder
 
 
@@ -47,12 +46,7 @@ class ExportPlace:
             OSError: the place cannot be made.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as stack:
-            try:
-                stack.enter_context(file_lock(self.path / "lock", 0.0, lambda _: None))
-            except TimeoutError as error:
-                rule, remedy = "another process is exporting into it", "Wait for it, or name another folder"
-                raise JobError([Problem("folder", str(self.folder), rule, remedy)]) from error
+        with only_one(self.path / "lock", "folder", self.folder, "exporting"):
             try:
                 self._recover()
                 yield

@@ -23,7 +23,9 @@ from pipeline.job.user_input import exists, is_file, is_folder
 
 CHECKPOINTS = "checkpoints"
 # The checkpoint after so many steps, and what `pipeline.checkpoints.folder.publish` has moved aside for one.
-CHECKPOINT_NAME = re.compile(r"global_step(0|[1-9]\d*)(\.partial\.replaced|\.left_behind\d*)?")
+REPLACED, LEFT_BEHIND = ".partial.replaced", ".left_behind"
+MOVED_ASIDE = rf"({re.escape(REPLACED)}|{re.escape(LEFT_BEHIND)}\d*)?"
+CHECKPOINT_NAME = re.compile(rf"global_step(0|[1-9]\d*){MOVED_ASIDE}")
 TOKENIZER_FOLDER = "tokenizer"
 
 
