@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -16,7 +16,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
 # A killed process may need this long to leave a driver's call.
-_KILL_SECONDS = 10.0
+KILL_SECONDS = 10.0
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -81,18 +81,27 @@ class OwnedProcess:
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Kill the child and every descendant, and wait until they are gone (ten seconds at most: a process
-        in a driver's call dies when that returns)."""
-        deadline = time.monotonic() + _KILL_SECONDS
-        while time.monotonic() < deadline:
+        """Kill the child and every descendant, and wait until they are gone."""
+
+        def left() -> list[int]:
             self.poll()
-            below = descendants(os.getpid())
-            if not below:
-                return
-            for pid in below:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.02)
+            return descendants(os.getpid())
+
+        kill_all(left)
+
+
+def kill_all(left: Callable[[], Sequence[int]]) -> bool:
+    """Kill what `left` names until it names nothing more (ten seconds at most: a process in a driver's call
+    dies when that returns); whether it has named anything."""
+    had_to = False
+    deadline = time.monotonic() + KILL_SECONDS
+    while (pids := left()) and time.monotonic() < deadline:
+        had_to = True
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    return had_to
 
 
 @contextlib.contextmanager

@@ -28,15 +28,13 @@ from types import FrameType
 import psutil
 
 from pipeline.cluster.hub import Hub
-from pipeline.cluster.owned_process import adopting_orphans, descendants
+from pipeline.cluster.owned_process import KILL_SECONDS, adopting_orphans, descendants, kill_all
 from pipeline.cluster.roster import signal_name
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # The process of the deepspeed launcher whose children are the ranks of this host.
 _RANKS_PARENT = "deepspeed.launcher.launch"
 _POLL_SECONDS = 0.1
-# A killed process may need this long to leave a driver's call.
-_KILL_SECONDS = 10.0
 # The launcher's processes on all hosts need so long to notice that their ranks have ended. One that cannot be
 # reached holds up pdsh until ssh gives it up.
 _LEAVE_SECONDS = 20.0
@@ -186,7 +184,7 @@ class Supervisor:
         if self._hub is None:
             return
         self._hub.end("ended", f"{self._signals[0].name}, and no time to save", at_once=True)
-        deadline = time.monotonic() + _KILL_SECONDS
+        deadline = time.monotonic() + KILL_SECONDS
         while self._hub.verdict is None and self._hub.roster.states and time.monotonic() < deadline:
             self._hub.poll(_POLL_SECONDS)
 
@@ -234,15 +232,7 @@ def _starts_ranks(process: psutil.Process) -> bool:
 def end_descendants(launcher: int, besides: Collection[int]) -> bool:
     """Kill what is left of this process's descendants, but for those `besides` and for connections that the
     user's ssh shares and keeps, and wait for their end; True if something was still running."""
-    had_to = False
-    # Their GPUs, ports and files are free only when they are gone.
-    deadline = time.monotonic() + _KILL_SECONDS
-    while (left := _left(besides)) and time.monotonic() < deadline:
-        had_to = True
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(_POLL_SECONDS / 10)
+    had_to = kill_all(lambda: _left(besides))  # GPUs, ports and files are free only when they are gone
     for child in psutil.Process().children():  # adopted ones, which nobody else buries
         if child.pid != launcher and child.pid not in besides:
             with contextlib.suppress(ChildProcessError):
