@@ -46,7 +46,7 @@ python=$(find_python)
 # Beside this shell, which would otherwise keep a request to stop until the set-up has ended.
 setup="" stopped="" code=0
 trap 'stopped=yes; [ -z "$setup" ] || kill -TERM "$setup" 2>/dev/null || true' INT TERM USR1 HUP
-"$python" -I "$root/pipeline/cluster/install.py" "$root" &
+"$python" -I "$root/pipeline/launch/install.py" "$root" &
 setup=$!
 [ -z "$stopped" ] || kill -TERM "$setup" 2>/dev/null || true
 wait "$setup" || code=$?
@@ -62,4 +62,4 @@ if [ "${1-}" = --setup_only ]; then
     exit 0
 fi
 # By its path: -m would prefer a folder "pipeline" in the current folder, such as another clone's.
-exec "$root/.venv/bin/python" "$root/pipeline/cluster/launch.py" "$@"
+exec "$root/.venv/bin/python" "$root/pipeline/launch/launch.py" "$@"

@@ -28,10 +28,10 @@ from benchmarks.contenders import Task
 from benchmarks.report import Report, paired_ratio, spread
 from benchmarks.setting import Setting, choose_device, choose_model, require_positive
 from benchmarks.workers import WorkerGroup
-from pipeline.job.parameters import total_parameters
-from pipeline.job.problems import EXIT_WRONG_JOB, JobError, Problem
+from pipeline.base.problems import EXIT_WRONG_JOB, JobError, Problem
+from pipeline.base.suggest import did_you_mean
 from pipeline.job.report import console, print_problems
-from pipeline.job.suggest import did_you_mean
+from pipeline.model.parameter_counts import total_parameters
 
 RANKS = 2
 # Bytes of a parameter: fp32 master weight, two moments, and a copy of the model.

@@ -25,18 +25,18 @@ from pipeline.checkpoints.folder import TrainState
 from pipeline.cluster.rank_environment import RankEnvironment
 from pipeline.data.batch import MicroBatch
 from pipeline.data.loader import BatchLoader, read_step
+from pipeline.engine.build import build_engine
+from pipeline.engine.distributed import start_distributed
+from pipeline.engine.engine import TrainEngine
+from pipeline.engine.optimizer import build_optimizer
 from pipeline.job.job import Job
+from pipeline.model.flops import training_flops_per_token
 from pipeline.model.gpt import SequentialGPT, plan_layers
 from pipeline.parallel.context import Parallel
 from pipeline.parallel.dropout import DropoutClock
 from pipeline.parallel.parameters import ParameterFactory
-from pipeline.training.build import build_engine
-from pipeline.training.distributed import start_distributed
-from pipeline.training.engine import TrainEngine
-from pipeline.training.flops import training_flops_per_token
 from pipeline.training.loop import Loop
 from pipeline.training.metrics import EvalMetrics, Speedometer, StepMetrics
-from pipeline.training.optimizer import build_optimizer
 from pipeline.training.quiet import captured_stdout
 
 TIMEOUT = timedelta(minutes=10)

@@ -26,7 +26,7 @@ from benchmarks.contenders import Task, this_pipeline
 from benchmarks.report import Report
 from benchmarks.setting import Setting, choose_device, require_positive
 from benchmarks.workers import WorkerGroup
-from pipeline.job.problems import EXIT_WRONG_JOB, JobError
+from pipeline.base.problems import EXIT_WRONG_JOB, JobError
 from pipeline.job.report import console, print_problems
 
 Curve = Literal["cpu-fp32", "cpu-bf16", "cuda-fp32", "cuda-bf16"]

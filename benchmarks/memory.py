@@ -27,13 +27,13 @@ from benchmarks.memory_probe import Held, measure
 from benchmarks.report import Report
 from benchmarks.setting import Setting, choose_device, choose_model, require_positive
 from benchmarks.workers import Clock, WorkerGroup
+from pipeline.base.problems import EXIT_WRONG_JOB, JobError
 from pipeline.cluster.devices import visible_gpus
 from pipeline.cluster.rank_environment import RankEnvironment
 from pipeline.data.loader import read_step
-from pipeline.job.parameters import total_parameters
-from pipeline.job.problems import EXIT_WRONG_JOB, JobError
+from pipeline.engine.engine import TrainEngine
 from pipeline.job.report import console, print_problems
-from pipeline.training.engine import TrainEngine
+from pipeline.model.parameter_counts import total_parameters
 
 TOLERANCE = 0.02
 PARTS = ("parameters", "gradients", "optimizer")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.training.engine import TrainEngine
+from pipeline.engine.engine import TrainEngine
 
 
 @dataclass(frozen=True)

@@ -28,11 +28,11 @@ from benchmarks.contenders import Task, this_pipeline
 from benchmarks.report import Report, paired_ratio
 from benchmarks.setting import Setting, choose_device, choose_model, require_positive
 from benchmarks.workers import WorkerGroup
+from pipeline.base.problems import EXIT_WRONG_JOB, JobError
 from pipeline.job.job import Job
-from pipeline.job.model_config import ModelConfig
-from pipeline.job.problems import EXIT_WRONG_JOB, JobError
 from pipeline.job.report import console, print_problems
-from pipeline.training.flops import block_flops_per_token
+from pipeline.model.config import ModelConfig
+from pipeline.model.flops import block_flops_per_token
 
 SCHEDULES = ("1f1b", "dualpipev")
 

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from pipeline.base.json_reader import read_json
+from pipeline.base.problems import JobError, Problem
 from pipeline.cluster.devices import BF16_CAPABILITY, visible_gpus
 from pipeline.cluster.world import Host, World
-from pipeline.data.sources import one_source
 from pipeline.data.training_data import DataSettings, TrainingData, load_data
+from pipeline.job.data_sources import one_source
 from pipeline.job.job import Job
-from pipeline.job.json_reader import read_json
-from pipeline.job.model_config import ModelConfig
 from pipeline.job.model_files import load_model
 from pipeline.job.options import Options
-from pipeline.job.problems import JobError, Problem
 from pipeline.job.resolve import config_path, resolve
+from pipeline.model.config import ModelConfig
 
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["fp32", "bf16"]

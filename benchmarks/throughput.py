@@ -30,12 +30,12 @@ from benchmarks.report import Report, paired_ratio, spread
 from benchmarks.setting import Dtype, Setting, choose_device, choose_model, require_positive
 from benchmarks.trainer import counterpart
 from benchmarks.workers import Round, WorkerGroup
+from pipeline.base.problems import EXIT_WRONG_JOB, JobError, Problem
+from pipeline.base.suggest import did_you_mean
 from pipeline.cluster.devices import visible_gpus
-from pipeline.job.problems import EXIT_WRONG_JOB, JobError, Problem
 from pipeline.job.report import console, print_problems
-from pipeline.job.suggest import did_you_mean
+from pipeline.model.flops import training_flops_per_token
 from pipeline.training.devices import mfu, peak_tflops
-from pipeline.training.flops import training_flops_per_token
 
 # Losses of the first steps agree to this, relatively; later ones drift apart with the rounding.
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}

@@ -19,7 +19,7 @@ from benchmarks.setting import Setting
 from benchmarks.workers import Clock
 from pipeline.data.packing import PackedDataset
 from pipeline.job.job import Job
-from pipeline.job.model_config import ModelConfig
+from pipeline.model.config import ModelConfig
 
 
 class Samples(torch.utils.data.Dataset):

@@ -13,32 +13,32 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from pipeline.base.command import reader_may_leave, run_command
+from pipeline.base.problems import EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem
 from pipeline.checkpoints.resume import examine_resume
 from pipeline.checkpoints.space import checkpoint_bytes, space_problems
 from pipeline.cluster.deepspeed_env import deepspeed_env
-from pipeline.cluster.environment import environment_problems, examine_environment, training_devices
-from pipeline.cluster.environment_table import environment_table
-from pipeline.cluster.fabric import run_fabric_test
-from pipeline.cluster.fabric_report import fabric_problems, fabric_tables
-from pipeline.cluster.fewer_hosts import separate_folders
-from pipeline.cluster.hosts.host_check import HostCheck, ask_job_hosts, way_to
-from pipeline.cluster.hosts.table import hosts_table
-from pipeline.cluster.launcher_command import SCRIPT
 from pipeline.cluster.launcher_options import (
     LauncherOptions,
     launcher_parser,
     launcher_problems,
     split_arguments,
 )
-from pipeline.cluster.launcher_rules import launcher_world_problems, start_problems, unused_problems
 from pipeline.cluster.rank_environment import free_port
 from pipeline.cluster.running import running_problems
 from pipeline.cluster.world import World, resolve_world
-from pipeline.job.command import reader_may_leave, run_command
 from pipeline.job.options import CheckOptions, Options, parse_options
-from pipeline.job.problems import EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem
 from pipeline.job.report import console, describe, print_problems, verdict
 from pipeline.job.resolve import Draft, examine
+from pipeline.launch.environment import environment_problems, examine_environment, training_devices
+from pipeline.launch.environment_table import environment_table
+from pipeline.launch.fewer_hosts import separate_folders
+from pipeline.launch.host_check.host_check import HostCheck, ask_job_hosts, way_to
+from pipeline.launch.host_check.table import hosts_table
+from pipeline.launch.launcher_command import SCRIPT
+from pipeline.launch.launcher_rules import launcher_world_problems, start_problems, unused_problems
+from pipeline.launch.network_test.network_test import run_fabric_test
+from pipeline.launch.network_test.report import fabric_problems, fabric_tables
 
 PROGRAM = "python -m pipeline.check"
 O = TypeVar("O", bound=Options)  # noqa: E741

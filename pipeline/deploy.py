@@ -14,12 +14,12 @@ import shlex
 import sys
 from collections.abc import Sequence
 
+from pipeline.base.command import run_command
+from pipeline.base.problems import EXIT_FINISHED, EXIT_WRONG_JOB, JobError
 from pipeline.cluster.launcher_options import split_arguments
 from pipeline.deployment.allocation import allocated_hosts, allocation_problems, hostfile_text
 from pipeline.deployment.description import read_deployment
 from pipeline.deployment.manifests import kubeflow_manifest, kubernetes_manifest
-from pipeline.job.command import run_command
-from pipeline.job.problems import EXIT_FINISHED, EXIT_WRONG_JOB, JobError
 from pipeline.job.report import console, print_problems
 
 PROGRAM = "python -m pipeline.deploy"

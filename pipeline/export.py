@@ -16,16 +16,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from pipeline.hugging_face.checkpoint_at import checkpoint_at, model_of_checkpoint, tokenizer_of_checkpoint
+from pipeline.base.command import end_interrupts, run_command
+from pipeline.base.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem
+from pipeline.checkpoints.export.checkpoint_at import (
+    checkpoint_at,
+    model_of_checkpoint,
+    tokenizer_of_checkpoint,
+)
 from pipeline.hugging_face.families import family_of
-from pipeline.job.command import end_interrupts, run_command
-from pipeline.job.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem
 from pipeline.job.report import console, print_problems
 from pipeline.training.quiet import quiet_deepspeed
 
 if TYPE_CHECKING:
+    from pipeline.checkpoints.export.export_folder import Export
     from pipeline.checkpoints.manifest import Checkpoint
-    from pipeline.hugging_face.export_folder import Export
 
 PROGRAM = "python -m pipeline.export"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -65,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with end_interrupts():
             quiet_deepspeed(0)
             export = _export(options)
-            from pipeline.hugging_face.export_folder import write_export
+            from pipeline.checkpoints.export.export_folder import write_export
 
             files = write_export(export, _say)
     except JobError as error:
@@ -105,7 +109,7 @@ def _export(options: ExportOptions) -> Export:
         raise JobError(problems)
     import torch
 
-    from pipeline.hugging_face.export_folder import Export
+    from pipeline.checkpoints.export.export_folder import Export
 
     dtype = getattr(torch, options.dtype)
     return Export(

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from pipeline.base.command import run_command
+from pipeline.base.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem
+from pipeline.base.user_input import is_file, is_text
+from pipeline.checkpoints.export.checkpoint_at import is_checkpoint
 from pipeline.export import DTYPES, chosen_checkpoint
-from pipeline.hugging_face.checkpoint_at import is_checkpoint
-from pipeline.job.command import run_command
 from pipeline.job.model_files import CONFIG_FILE
-from pipeline.job.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem
 from pipeline.job.report import console, print_problems
-from pipeline.job.user_input import is_file, is_text
 from pipeline.training.quiet import quiet_deepspeed
 
 if TYPE_CHECKING:
-    from pipeline.hugging_face.load_model import Loaded
+    from pipeline.checkpoints.export.load_model import Loaded
 
 PROGRAM = "python -m pipeline.generate"
 TEMPERATURE = 0.7
@@ -137,7 +137,7 @@ def _load(options: GenerateOptions) -> Loaded:
     import torch
     from transformers.utils import logging
 
-    from pipeline.hugging_face.load_model import from_checkpoint, from_folder
+    from pipeline.checkpoints.export.load_model import from_checkpoint, from_folder
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()

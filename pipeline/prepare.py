@@ -16,6 +16,9 @@ from typing import Annotated
 
 import tyro
 
+from pipeline.base.command import run_command
+from pipeline.base.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem
+from pipeline.base.words import counted
 from pipeline.data.corpus import Corpus, data_problems, find_corpus
 from pipeline.data.input_kinds import token_prefix
 from pipeline.data.preparation import Progress, Rules, usual_workers, write_tokens
@@ -25,11 +28,8 @@ from pipeline.data.token_report import TokenReport
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.data.tokenizer_files import BESIDE_TOKENS, chosen_tokenizer, tokenizer_facts
 from pipeline.data.tokenizer_training import train_tokenizer
-from pipeline.job.command import run_command
 from pipeline.job.option_ranges import cache_problems
-from pipeline.job.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem
 from pipeline.job.report import console, print_interruption, print_problems
-from pipeline.job.words import counted
 
 PROGRAM = "python -m pipeline.prepare"
 

@@ -1,7 +1,7 @@
 """Pretrain a GPT: ``deepspeed pipeline/pretrain.py [options]``, or by torchrun, or alone.
 
 A launcher starts this script once per rank. That process becomes the rank's guard, and starts the script
-again as the rank (`pipeline.cluster.guard`).
+again as the rank (`pipeline.cluster.agent.guard`).
 
 Every rank reads the job for itself and comes to the same result. A wrong job is refused here, before torch is
 imported. Exit codes: 0 finished, 2 wrong job, 3 stopped with a checkpoint saved, 1 anything else.
@@ -22,24 +22,24 @@ from pathlib import Path
 if __name__ == "__main__":
     # A script's own folder comes first on sys.path; the package is one above.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from pipeline.cluster.guard import own_rank
+    from pipeline.cluster.agent.guard import own_rank
 
     own_rank(sys.argv)  # a launcher's process is the guard and never gets further; the rank does
     # Until it listens, an interrupt ends it as any other signal does: its guard tells, not a traceback.
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+from pipeline.base.problems import EXIT_FAILED, EXIT_STOPPED, EXIT_WRONG_JOB, JobError
 from pipeline.checkpoints.resume import resume_problems
 from pipeline.checkpoints.space import space_problems
+from pipeline.cluster.agent.rank_link import Inherited, NullLink, RankLink, connect, split_inherited
 from pipeline.cluster.outcome import Outcome, record_outcome
 from pipeline.cluster.rank_environment import RankEnvironment, read_rank_environment
-from pipeline.cluster.rank_link import Inherited, NullLink, RankLink, connect, split_inherited
 from pipeline.cluster.running import only_job
 from pipeline.cluster.stop_stamp import with_stamp
 from pipeline.cluster.world import Host, world_from_environment
 from pipeline.job.job import Job
 from pipeline.job.options import Options, parse_options
-from pipeline.job.problems import EXIT_FAILED, EXIT_STOPPED, EXIT_WRONG_JOB, JobError
 from pipeline.job.report import console, print_problems, problems_text
 from pipeline.job.resolve import resolve
 from pipeline.training.process_end import end_process

@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.base.command import end_interrupts, run_command
+from pipeline.base.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem
 from pipeline.check import read_arguments
 from pipeline.checkpoints.conversion_rules import (
     ReshardOptions,
@@ -25,9 +27,7 @@ from pipeline.checkpoints.folder import Checkpoint, layout_changes
 from pipeline.checkpoints.outputs import output_problems
 from pipeline.cluster.launcher_options import LauncherOptions, launcher_problems
 from pipeline.cluster.world import resolve_world
-from pipeline.job.command import end_interrupts, run_command
 from pipeline.job.job import Job
-from pipeline.job.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem
 from pipeline.job.report import console, print_interruption, print_problems
 from pipeline.job.resolve import examine
 from pipeline.training.quiet import quiet_deepspeed

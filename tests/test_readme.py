@@ -30,8 +30,8 @@ from pipeline.cluster.launcher_options import split_arguments
 from pipeline.cluster.world import world_from_hostfile
 from pipeline.job.model_presets import PRESETS
 from pipeline.job.options import Options
-from pipeline.job.parameters import layer_parameters, total_parameters
 from pipeline.job.resolve import resolve
+from pipeline.model.parameter_counts import layer_parameters, total_parameters
 from tests.job.drafts import world
 
 ROOT = Path(__file__).parents[1]
@@ -117,7 +117,7 @@ def clone(tmp_path: Path) -> Path:
     (copy / ".venv" / "bin").mkdir(parents=True)
     (copy / ".venv" / "bin" / "activate").touch()
     last_line = (ROOT / "launch.sh").read_text(encoding="utf-8").splitlines()[-1]
-    assert last_line == 'exec "$root/.venv/bin/python" "$root/pipeline/cluster/launch.py" "$@"'
+    assert last_line == 'exec "$root/.venv/bin/python" "$root/pipeline/launch/launch.py" "$@"'
     last_line = last_line.replace('"$root/.venv/bin/python"', "python")
     (copy / "launch.sh").write_text(f"#!/bin/sh\nroot={copy}\n{last_line}\n")
     (copy / "launch.sh").chmod(0o755)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.base.atomic_file import sync_files
+from pipeline.base.problems import JobError, Problem
 from pipeline.checkpoints.digests import digest_of
 from pipeline.checkpoints.folder import (
     MANIFEST,
@@ -32,9 +34,7 @@ from pipeline.checkpoints.universal import (
 from pipeline.checkpoints.workplace import Workplace
 from pipeline.checkpoints.written import WrittenFile
 from pipeline.job.job import Job
-from pipeline.job.problems import JobError, Problem
 from pipeline.model.outline import parameter_cuts
-from pipeline.training.atomic_file import sync_files
 
 TOKENIZER = "tokenizer"
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from pipeline.base.problems import JobError, Problem
 from pipeline.checkpoints.folder import (
     MANIFEST,
     SHARDS,
@@ -18,7 +19,6 @@ from pipeline.checkpoints.folder import (
 from pipeline.checkpoints.select import Selection, find_selection
 from pipeline.job.job import Job
 from pipeline.job.options import RUN_FILE, CheckOptions
-from pipeline.job.problems import JobError, Problem
 from pipeline.job.run_file import CHECKPOINTS, identity
 
 TOKENIZER = "tokenizer"

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from pipeline.checkpoints.digests import digest_of
 from pipeline.checkpoints.manifest import Checkpoint, FileEntry, size_of
+from pipeline.engine.agreement import gather_objects
 from pipeline.parallel.context import Parallel
-from pipeline.training.agreement import gather_objects
 
 # In the names of the files that a rank keeps to itself.
 _OWN = ("optim_states", "offloaded_tensors")

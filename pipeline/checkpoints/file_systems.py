@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.checkpoints.folder import SEEN
+from pipeline.engine.agreement import gather_objects
 from pipeline.parallel.context import Parallel
 from pipeline.parallel.mesh import Mesh
-from pipeline.training.agreement import gather_objects
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from pipeline.base.atomic_file import remove_tree, remove_unfinished, replaced_atomically, sync_folder
 from pipeline.checkpoints.lineage import LINEAGE
 from pipeline.checkpoints.manifest import (
     CHOOSE_ANOTHER,
@@ -39,7 +40,6 @@ from pipeline.checkpoints.manifest import (
 from pipeline.checkpoints.resume import layout_changes, resume_problems
 from pipeline.checkpoints.select import LATEST, find_checkpoint, select_checkpoint
 from pipeline.job.model_source import LEFT_BEHIND, MOVED_ASIDE, REPLACED
-from pipeline.training.atomic_file import remove_tree, remove_unfinished, replaced_atomically, sync_folder
 
 __all__ = [
     "CHOOSE_ANOTHER",

@@ -23,9 +23,9 @@ from pipeline.checkpoints.shards import (
     torch_optimizer,
 )
 from pipeline.checkpoints.stored import MASTER, Slice, StoredState, describe_shards
+from pipeline.engine.agreement import gather_objects, gather_rows
+from pipeline.engine.engine import TrainEngine
 from pipeline.parallel.parameters import cut_of
-from pipeline.training.agreement import gather_objects, gather_rows
-from pipeline.training.engine import TrainEngine
 
 
 def shard_index(engine: TrainEngine) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.job.problems import JobError, Problem
-from pipeline.training.atomic_file import replaced_atomically
+from pipeline.base.atomic_file import replaced_atomically
+from pipeline.base.problems import JobError, Problem
 
 LINEAGE = "lineage.json"
 BEFORE_ALL = -1  # a step before every checkpoint's

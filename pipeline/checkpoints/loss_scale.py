@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.training.engine import TrainEngine
+from pipeline.engine.engine import TrainEngine
 
 
 def loss_scaler_of(engine: TrainEngine) -> Any:

@@ -29,13 +29,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from pipeline.base.atomic_file import replaced_atomically
+from pipeline.base.problems import JobError, Problem
 from pipeline.checkpoints.digests import ALGORITHMS, digest_of
 from pipeline.checkpoints.lineage import Branches, parse_branches, read_lineage
 from pipeline.job.job import Job
-from pipeline.job.problems import JobError, Problem
 from pipeline.job.run_file import CHECKPOINTS, identity
 from pipeline.job.run_settings import settings_of
-from pipeline.training.atomic_file import replaced_atomically
 
 MANIFEST = "manifest.json"
 SHARDS = "shards.json"

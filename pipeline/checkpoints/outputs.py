@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from pipeline.base.locking import file_lock
+from pipeline.base.problems import JobError, Problem
+from pipeline.base.user_input import exists
 from pipeline.checkpoints.lineage import LINEAGE
 from pipeline.checkpoints.select import LATEST, steps_in
-from pipeline.data.locking import file_lock
 from pipeline.job.options import RUN_FILE
-from pipeline.job.problems import JobError, Problem
 from pipeline.job.run_file import CHECKPOINTS
-from pipeline.job.user_input import exists
 
 
 def output_problems(key: str, given: str) -> list[Problem]:

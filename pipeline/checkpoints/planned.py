@@ -18,7 +18,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from pipeline.checkpoints.folder import TrainState
 from pipeline.checkpoints.torch_file import PickledObject, SnapshotMemory
 from pipeline.checkpoints.written import WrittenFile, copy_file, sync_existing, write_bytes
-from pipeline.training.engine import TrainEngine
+from pipeline.engine.engine import TrainEngine
 
 STATE_KEY = "train_state"
 

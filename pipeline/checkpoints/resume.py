@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pipeline.base.problems import JobError, Problem
 from pipeline.checkpoints.manifest import SHARDS, Checkpoint, layout_of
 from pipeline.checkpoints.select import differences, select_checkpoint
-from pipeline.hugging_face.weights import initial_weights
+from pipeline.job.initial_weights import initial_weights
 from pipeline.job.job import Job
-from pipeline.job.problems import JobError, Problem
 from pipeline.job.run_file import identity
 from pipeline.job.run_settings import setting_changes
 

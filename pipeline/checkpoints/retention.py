@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from pipeline.base.problems import JobError
 from pipeline.checkpoints.folder import remove_checkpoint
 from pipeline.checkpoints.lineage import Lineage, saved_lineage
 from pipeline.checkpoints.manifest import read_checkpoint
 from pipeline.checkpoints.select import steps_in
 from pipeline.job.options import Options
-from pipeline.job.problems import JobError
 
 
 def retain(folder: Path, newest: int, options: Options, say: Callable[[str], object] = print) -> None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.base.atomic_file import sync_folder
 from pipeline.checkpoints.background import WriteReport, Writing, describe_failure
 from pipeline.checkpoints.file_systems import FileSystems, find_file_systems
 from pipeline.checkpoints.folder import (
@@ -42,11 +43,10 @@ from pipeline.checkpoints.retention import belongs, retain
 from pipeline.checkpoints.space import free_bytes, lack_of_space
 from pipeline.checkpoints.torch_file import SnapshotMemory
 from pipeline.checkpoints.written import WrittenFile
+from pipeline.engine.agreement import gather_objects
+from pipeline.engine.engine import TrainEngine
 from pipeline.job.job import Job
 from pipeline.job.run_file import CHECKPOINTS
-from pipeline.training.agreement import gather_objects
-from pipeline.training.atomic_file import sync_folder
-from pipeline.training.engine import TrainEngine
 
 
 class SaveFailed(RuntimeError):

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipeline.base.problems import JobError, Problem
 from pipeline.checkpoints.lineage import BEFORE_ALL, Lineage, branched, read_lineage, saved_lineage
 from pipeline.checkpoints.manifest import CHOOSE_ANOTHER, Checkpoint, read_checkpoint, saved_branches
 from pipeline.job.job import Job
 from pipeline.job.model_source import CHECKPOINT_NAME
-from pipeline.job.problems import JobError, Problem
 from pipeline.job.run_file import CHECKPOINTS, identity
 
 LATEST = "latest"

@@ -31,7 +31,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-from pipeline.training.engine import TrainEngine
+from pipeline.engine.engine import TrainEngine
 
 
 class Fragment(NamedTuple):

@@ -8,11 +8,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from pipeline.base.problems import Problem
+from pipeline.base.user_input import exists
 from pipeline.job.job import Job
-from pipeline.job.parameters import total_parameters
-from pipeline.job.problems import Problem
 from pipeline.job.run_file import CHECKPOINTS
-from pipeline.job.user_input import exists
+from pipeline.model.parameter_counts import total_parameters
 
 _FP32 = 4
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}

@@ -21,8 +21,8 @@ from torch import Tensor
 from pipeline.checkpoints.folder import SHARDS
 from pipeline.checkpoints.shards import Place, is_replicated, parameter_names, shards
 from pipeline.checkpoints.unpickling import load_torch_file
+from pipeline.engine.engine import TrainEngine
 from pipeline.parallel.parameters import Cut, cut_of
-from pipeline.training.engine import TrainEngine
 
 MASTER = "master"  # among the names of the optimizer's tensors (exp_avg, ...): the weights themselves
 

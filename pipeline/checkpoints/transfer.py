@@ -10,6 +10,7 @@ from typing import Any
 
 from deepspeed.runtime.pipe.module import PipelineModule
 
+from pipeline.base.problems import JobError, Problem
 from pipeline.checkpoints.distribution import complete_hosts
 from pipeline.checkpoints.folder import (
     Checkpoint,
@@ -28,11 +29,10 @@ from pipeline.checkpoints.select import lineage_after, named_by_latest
 from pipeline.checkpoints.shards import reads_own_shards
 from pipeline.checkpoints.stored import StoredState
 from pipeline.checkpoints.unpickling import restricted_loading
+from pipeline.engine.agreement import gather_objects, gather_rows
+from pipeline.engine.engine import TrainEngine
 from pipeline.job.job import Job
-from pipeline.job.problems import JobError, Problem
 from pipeline.job.run_file import CHECKPOINTS
-from pipeline.training.agreement import gather_objects, gather_rows
-from pipeline.training.engine import TrainEngine
 
 
 def save_checkpoint(engine: TrainEngine, job: Job, state: TrainState) -> Path:

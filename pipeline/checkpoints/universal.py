@@ -39,10 +39,10 @@ from pipeline.checkpoints.shards import Place
 from pipeline.checkpoints.stored import MASTER, Slice, StoredState, standing_alone
 from pipeline.checkpoints.torch_file import PickledObject
 from pipeline.checkpoints.written import WrittenFile, write_bytes
+from pipeline.engine.optimizer import build_optimizer
 from pipeline.job.job import Job
 from pipeline.model.outline import outline
 from pipeline.parallel.parameters import Cut
-from pipeline.training.optimizer import build_optimizer
 
 ZERO = "zero"
 FP32 = "fp32"

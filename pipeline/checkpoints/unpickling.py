@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from pipeline.job.problems import JobError, Problem
+from pipeline.base.problems import JobError, Problem
 
 # Types without behaviour on construction: numbers, their names, and where a parameter lies in a flat tensor.
 ALLOWED = (

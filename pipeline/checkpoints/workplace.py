@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.base.atomic_file import replaced_atomically, sync_folder
 from pipeline.checkpoints.folder import PARTIAL
 from pipeline.checkpoints.manifest import size_of
 from pipeline.checkpoints.written import WrittenFile
-from pipeline.training.atomic_file import replaced_atomically, sync_folder
 
 _OWN = ("task.json", "proven", "written", "checkpoint", "lock")
 

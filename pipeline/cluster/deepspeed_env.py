@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from pipeline.job.problems import Problem
-from pipeline.job.user_input import is_file, lines_of, read_text, unusual_space
+from pipeline.base.problems import Problem
+from pipeline.base.user_input import is_file, lines_of, read_text, unusual_space
 
 NAME = ".deepspeed_env"
 # The launcher puts a value with other characters between double quotes.

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pipeline.job.problems import Problem
+from pipeline.base.problems import Problem
 
 _CUDA_SUCCESS = 0
 _CUDA_ERROR_NO_DEVICE = 100

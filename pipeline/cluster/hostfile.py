@@ -13,8 +13,8 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.job.problems import Problem
-from pipeline.job.user_input import lines_of, read_text, unusual_space
+from pipeline.base.problems import Problem
+from pipeline.base.user_input import lines_of, read_text, unusual_space
 
 # Host names pass through ssh and two shells on their way: nothing in them may mean something to a shell.
 _HOST_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")

@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pipeline.base.problems import Problem
 from pipeline.cluster.hostfile import address_rule
-from pipeline.job.problems import Problem
 
 # Below 5 s of failure time-out, a host that swaps is taken for one that is gone.
 LEAST_SECONDS = {"stop_timeout": 0.001, "failure_timeout": 5.0, "step_timeout": 1.0}

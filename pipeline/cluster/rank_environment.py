@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+from pipeline.base.problems import JobError, Problem
+from pipeline.cluster.agent.wire import try_port
 from pipeline.cluster.process_managers import (
     FIRST_OUTGOING_PORT,
     FIRST_PORT,
@@ -30,8 +32,6 @@ from pipeline.cluster.process_managers import (
     slurm_first_host,
     slurm_local_size,
 )
-from pipeline.cluster.wire import try_port
-from pipeline.job.problems import JobError, Problem
 
 T = TypeVar("T")
 LOOPBACK = "127.0.0.1"

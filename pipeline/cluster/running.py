@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+from pipeline.base.mounts import is_local
+from pipeline.base.problems import JobError, Problem
 from pipeline.cluster.lease import (
     FolderLease,
     Lease,
@@ -27,8 +29,6 @@ from pipeline.cluster.lease import (
     read_lease,
     verdict_of_process,
 )
-from pipeline.cluster.mounts import is_local
-from pipeline.job.problems import JobError, Problem
 
 LOCK_FILE = "lock"
 DEFAULT_TIMING = Timing()

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from pipeline.base.problems import JobError, Problem
 from pipeline.cluster.devices import BF16_CAPABILITY, visible_gpus
 from pipeline.cluster.hostfile import MAX_SLOTS, Host, read_hostfile, select_hosts
 from pipeline.cluster.rank_environment import LOOPBACK, RankEnvironment
-from pipeline.job.problems import JobError, Problem
 
 # Ranks on a machine without GPUs when none are asked for: enough to see data parallelism at work.
 DEFAULT_CPU_RANKS = 2

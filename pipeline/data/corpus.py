@@ -24,6 +24,8 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.base.problems import JobError, Problem
+from pipeline.base.user_input import exists, is_file, is_folder
 from pipeline.data.input_kinds import (
     RECORD_SUFFIXES,
     TEXT_SUFFIXES,
@@ -37,8 +39,6 @@ from pipeline.data.input_kinds import (
     token_prefix,
 )
 from pipeline.data.remote import is_remote, remote_problem
-from pipeline.job.problems import JobError, Problem
-from pipeline.job.user_input import exists, is_file, is_folder
 
 # Not the library itself, far more tests than code, or tables generated into modules.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "lib-dynload", "test", "tests", "idlelib", "lib2to3"}

@@ -10,8 +10,8 @@ from typing import Protocol
 
 import numpy as np
 
+from pipeline.base.problems import JobError, Problem
 from pipeline.data.shuffle import Order
-from pipeline.job.problems import JobError, Problem
 
 
 class DocumentSet(Protocol):

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from pipeline.base.locking import file_lock
 from pipeline.data.document_sets import DocumentSet
-from pipeline.data.locking import file_lock
 from pipeline.data.shuffle import Order
 
 # Documents from which on the index is a file: half a megabyte.

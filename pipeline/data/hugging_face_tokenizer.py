@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer as Backend
 
+from pipeline.base.problems import JobError, Problem
 from pipeline.data.tokenizer_files import TOKENIZER, TokenizerFacts, write_tokenizer_folder
-from pipeline.job.problems import JobError, Problem
 
 
 class HuggingFaceTokenizer:

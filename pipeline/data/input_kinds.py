@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from pipeline.job.problems import JobError, Problem
-from pipeline.job.user_input import exists, is_file
+from pipeline.base.problems import JobError, Problem
+from pipeline.base.user_input import exists, is_file
 
 Kind = Literal["text", "jsonl", "parquet", "arrow"]
 

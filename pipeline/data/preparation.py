@@ -16,12 +16,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from pipeline.base.problems import JobError, Problem
 from pipeline.data.corpus import Corpus, InputFile
 from pipeline.data.encoding import Encoded, Encoder, encode_tasks
 from pipeline.data.records import Task, read_tasks
 from pipeline.data.token_writer import Counts, TokenWriter, finish_interrupted
 from pipeline.data.tokenizer import Tokenizer
-from pipeline.job.problems import JobError, Problem
 
 # Changes when the same inputs would give other tokens.
 FORMAT = 2

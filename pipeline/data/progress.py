@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
+from pipeline.base.problems import JobError, Problem
 from pipeline.data.blend import Blend, Source
-from pipeline.job.problems import JobError, Problem
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from pipeline.base.problems import JobError, Problem
 from pipeline.data.corpus import InputFile, unreadable
 from pipeline.data.zstd import ZstdReader
-from pipeline.job.problems import JobError, Problem
 
 TASK_BYTES = 1 << 20
 _TASK_RECORDS = 4096

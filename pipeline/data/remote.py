@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
+from pipeline.base.problems import JobError, Problem
 from pipeline.data.input_kinds import kind_of
-from pipeline.job.problems import JobError, Problem
 
 # Package that fsspec needs for each scheme, beside itself.
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "http": "aiohttp", "https": "aiohttp", "memory": "fsspec"}

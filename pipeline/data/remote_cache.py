@@ -26,10 +26,10 @@ from types import TracebackType
 from typing import Any, BinaryIO
 from urllib.parse import quote, urlsplit
 
-from pipeline.data.locking import file_lock
+from pipeline.base.atomic_file import replaced_atomically
+from pipeline.base.locking import file_lock
+from pipeline.base.problems import JobError, Problem
 from pipeline.data.remote import Bundle, RemoteObject, RemoteStore, is_remote, shown
-from pipeline.job.problems import JobError, Problem
-from pipeline.training.atomic_file import replaced_atomically
 
 # Bytes after which what has arrived is forced to the disk and can be continued from.
 _CHECKPOINT = 64 << 20

@@ -6,13 +6,13 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from pipeline.base.atomic_file import sync_folder
+from pipeline.base.locking import file_lock
+from pipeline.base.problems import JobError, Problem
 from pipeline.data.corpus import Corpus
-from pipeline.data.locking import file_lock
 from pipeline.data.preparation import Rules, cache_identity, usual_workers, write_tokens
 from pipeline.data.token_file import TokenFile, join_token_files, open_token_file, token_problems
 from pipeline.data.tokenizer import Tokenizer
-from pipeline.job.problems import JobError, Problem
-from pipeline.training.atomic_file import sync_folder
 
 DEFAULT_WAIT = 1800.0
 # The token files inside a cache folder.

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.base.problems import JobError, Problem
 from pipeline.data.corpus import Skipped
 from pipeline.data.token_format import FormatError, Index, document_offsets, read_index
-from pipeline.job.problems import JobError, Problem
 
 # Files up to this many bytes are hashed whole; of larger ones, blocks at even distances.
 _READ_WHOLE = 64 << 20

@@ -22,11 +22,11 @@ from typing import IO, Any
 
 import numpy as np
 
+from pipeline.base.atomic_file import replaced_atomically, sync_folder
+from pipeline.base.problems import JobError, Problem
 from pipeline.data.corpus import Skipped
 from pipeline.data.records import Place
 from pipeline.data.token_format import write_index
-from pipeline.job.problems import JobError, Problem
-from pipeline.training.atomic_file import replaced_atomically, sync_folder
 
 # A kill costs at most this much work, in seconds.
 _COMMIT_SECONDS = 5.0

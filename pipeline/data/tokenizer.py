@@ -12,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
+from pipeline.base.problems import Problem
 from pipeline.data.tokenizer_files import (
     BYTES,
     TokenizerFacts,
@@ -19,7 +20,6 @@ from pipeline.data.tokenizer_files import (
     read_tokenizer_folder,
     write_tokenizer_folder,
 )
-from pipeline.job.problems import Problem
 
 
 class Tokenizer(Protocol):

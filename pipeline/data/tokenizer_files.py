@@ -16,10 +16,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from pipeline.base.atomic_file import replaced_atomically
+from pipeline.base.problems import JobError, Problem
+from pipeline.base.user_input import is_folder
 from pipeline.data.input_kinds import token_prefix
-from pipeline.job.problems import JobError, Problem
-from pipeline.job.user_input import is_folder
-from pipeline.training.atomic_file import replaced_atomically
 
 BYTES = "bytes"
 # Behind the PREFIX of token files: the folder with their tokenizer.

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from pipeline.base.atomic_file import replaced_atomically
+from pipeline.base.problems import JobError, Problem
 from pipeline.data.corpus import Corpus
 from pipeline.data.encoding import BadRecord, text_of
 from pipeline.data.preparation import Rules, cache_identity
 from pipeline.data.records import read_texts
 from pipeline.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from pipeline.data.tokenizer_files import write_tokenizer_folder
-from pipeline.job.problems import JobError, Problem
-from pipeline.training.atomic_file import replaced_atomically
 
 END = "<|endoftext|>"
 # The 256 bytes and the end of a document: the smallest vocabulary that knows every text.

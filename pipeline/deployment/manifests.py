@@ -13,10 +13,10 @@ import string
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipeline.base.problems import EXIT_STOPPED, EXIT_WRONG_JOB
 from pipeline.cluster.hostfile import Host
 from pipeline.deployment.allocation import hostfile_text
 from pipeline.deployment.description import STORAGE, Deployment
-from pipeline.job.problems import EXIT_STOPPED, EXIT_WRONG_JOB
 
 TEMPLATES = Path(__file__).parent / "templates"
 # Seconds between the end of the ranks' time to save and the kill of their pod: the launch ends them itself.

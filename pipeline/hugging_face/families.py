@@ -7,7 +7,7 @@
     the same, norms of q and k       none                   Qwen3ForCausalLM
     rotary, LayerNorm, GELU          none, or all           Starcoder2ForCausalLM
 
-A model is of one family at most, and what `pipeline.job.hugging_face_config` reads is of the family that its
+A model is of one family at most, and what `pipeline.hugging_face.config` reads is of the family that its
 file names.
 """
 
@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.job.model_config import ModelConfig
-from pipeline.job.problems import JobError, Problem
+from pipeline.base.problems import JobError, Problem
+from pipeline.model.config import ModelConfig
 
 
 @dataclass(frozen=True)

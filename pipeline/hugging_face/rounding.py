@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipeline.job.problems import JobError, Problem
+from pipeline.base.problems import JobError, Problem
 
 
 def rounded(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:

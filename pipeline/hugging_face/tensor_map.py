@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeline.hugging_face.families import family_of
-from pipeline.job.model_config import ModelConfig
+from pipeline.model.config import ModelConfig
 
 TIED = "tied_modules.embed.weight"
 OUTPUT = "lm_head.weight"

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pipeline.base.problems import JobError, Problem
 from pipeline.job.job import Batch, Resolved
-from pipeline.job.problems import JobError, Problem
 
 TRAIN = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"

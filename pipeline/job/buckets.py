@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from pipeline.job.facts import Facts
 from pipeline.job.job import Resolved
-from pipeline.job.parameters import layer_parameters, stage_parameters
+from pipeline.model.parameter_counts import layer_parameters, stage_parameters
 
 KEY = "zero_optimization.reduce_bucket_size"
 DEEPSPEED_DEFAULT = 500_000_000

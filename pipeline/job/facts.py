@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from pipeline.base.problems import Problem
 from pipeline.cluster.world import World
 from pipeline.job.job import Batch, Dtype
-from pipeline.job.model_config import ModelConfig
 from pipeline.job.model_presets import TrainingDefaults, training_defaults
 from pipeline.job.options import Options
-from pipeline.job.problems import Problem
 from pipeline.job.settings import Settings, Undecided
 from pipeline.job.validate import AUTO
+from pipeline.model.config import ModelConfig
 
 T = TypeVar("T")
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pipeline.base.problems import Problem
 from pipeline.cluster.world import World
-from pipeline.job.model_config import ModelConfig
 from pipeline.job.options import Options
-from pipeline.job.problems import Problem
+from pipeline.job.schedules import LearningRate
+from pipeline.model.config import ModelConfig
 from pipeline.parallel.mesh import Mesh
-from pipeline.training.schedules import LearningRate
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 

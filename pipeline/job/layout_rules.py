@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import accumulate
 
+from pipeline.base.problems import JobError, Problem
+from pipeline.base.suggest import listed
 from pipeline.data.tokenizer_files import BYTES, tokenizer_facts
 from pipeline.job.facts import Facts
 from pipeline.job.model_source import tokenizer_of
-from pipeline.job.problems import JobError, Problem
-from pipeline.job.suggest import listed
 
 
 def world(f: Facts) -> Iterable[Problem]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.base.problems import Problem
 from pipeline.job.facts import Facts, known
 from pipeline.job.job import Batch, OptimizerConfig, Resolved
 from pipeline.job.model_presets import TrainingDefaults
-from pipeline.job.problems import Problem
 from pipeline.job.scheduler_block import build_schedule
+from pipeline.job.schedules import LearningRate
 from pipeline.job.settings import Undecided
 from pipeline.job.validate import AUTO
-from pipeline.training.schedules import LearningRate
 
 # Stands in for a run of unknown length: longer than any phase of a schedule.
 ENDLESS = 10**12

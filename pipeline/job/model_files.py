@@ -10,13 +10,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pipeline.job.hugging_face_config import KINDS, model_from_hugging_face
-from pipeline.job.json_reader import read_json
-from pipeline.job.model_config import ModelConfig, model_from_json
+from pipeline.base.json_reader import read_json
+from pipeline.base.problems import JobError, Problem
+from pipeline.base.suggest import did_you_mean
+from pipeline.base.user_input import is_file, is_folder
+from pipeline.hugging_face.config import KINDS, model_from_hugging_face
 from pipeline.job.model_presets import PRESETS
-from pipeline.job.problems import JobError, Problem
-from pipeline.job.suggest import did_you_mean
-from pipeline.job.user_input import is_file, is_folder
+from pipeline.model.config import ModelConfig, model_from_json
 
 AUTO = "auto"
 CONFIG_FILE = "config.json"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeline.job.model_config import ModelConfig
+from pipeline.model.config import ModelConfig
 
 
 @dataclass(frozen=True)

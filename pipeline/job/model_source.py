@@ -11,15 +11,15 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline.data.sources import training_paths
+from pipeline.base.problems import JobError, Problem
+from pipeline.base.user_input import exists, is_file, is_folder
 from pipeline.data.tokenizer_files import TOKENIZER, chosen_tokenizer, tokenizer_facts
-from pipeline.hugging_face.weights import folder_weights_problems, initial_weights, model_folder
-from pipeline.job.model_config import ModelConfig, model_from_json
+from pipeline.job.data_sources import training_paths
+from pipeline.job.initial_weights import folder_weights_problems, initial_weights, model_folder
 from pipeline.job.model_files import AUTO, CONFIG_FILE, load_model
 from pipeline.job.model_presets import PRESETS
 from pipeline.job.options import RUN_FILE, Options
-from pipeline.job.problems import JobError, Problem
-from pipeline.job.user_input import exists, is_file, is_folder
+from pipeline.model.config import ModelConfig, model_from_json
 
 CHECKPOINTS = "checkpoints"
 # The checkpoint after so many steps, and what `pipeline.checkpoints.folder.publish` has moved aside for one.

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from pipeline.job.problems import Problem
-from pipeline.job.user_input import exists, is_folder
+from pipeline.base.problems import Problem
+from pipeline.base.user_input import exists, is_folder
 
 # JSON key -> module that DeepSpeed's monitor imports; None: nothing beyond the standard library.
 MONITORS: Mapping[str, str | None] = {

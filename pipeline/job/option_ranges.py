@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from pipeline.base.durations import parse_duration
+from pipeline.base.problems import Problem
+from pipeline.base.user_input import exists, is_text
 from pipeline.cluster.stop_stamp import STAMP
-from pipeline.job.durations import parse_duration
 from pipeline.job.options import Options
-from pipeline.job.problems import Problem
-from pipeline.job.user_input import exists, is_text
 
 # Smallest value of each whole-number option; None stays None.
 LOWEST = {

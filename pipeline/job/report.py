@@ -10,12 +10,12 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pipeline.base.problems import Problem
 from pipeline.cluster.world import World
 from pipeline.job.job import Batch, Job, OptimizerConfig
-from pipeline.job.model_config import ModelConfig
-from pipeline.job.parameters import LayerSize, layer_parameters, stage_parameters, total_parameters
-from pipeline.job.problems import Problem
 from pipeline.job.resolve import Draft
+from pipeline.model.config import ModelConfig
+from pipeline.model.parameter_counts import LayerSize, layer_parameters, stage_parameters, total_parameters
 from pipeline.parallel.mesh import Mesh
 
 # Longest rank grid shown in full, in lines; of a longer one the ends are.

@@ -7,30 +7,30 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pipeline.base.json_reader import read_json
+from pipeline.base.problems import JobError, Problem
+from pipeline.base.user_input import exists
 from pipeline.cluster.world import World
-from pipeline.hugging_face.weights import initial_weights
 from pipeline.job.batch import MICRO, STEPS, TRAIN, BatchRequest, resolve_batch
 from pipeline.job.buckets import reduce_bucket
 from pipeline.job.deepspeed_dict import deepspeed_dict
 from pipeline.job.facts import Facts, known
+from pipeline.job.initial_weights import initial_weights
 from pipeline.job.job import Batch, Job, OptimizerConfig, Precision, Resolved
-from pipeline.job.json_reader import read_json
 from pipeline.job.learning import resolve_learning
-from pipeline.job.model_config import ModelConfig
 from pipeline.job.model_source import model_of, output_folder, own_tokenizer, starts_anew, weights_problems
 from pipeline.job.monitors import monitor_problems, resolved_monitors
 from pipeline.job.option_ranges import option_problems
 from pipeline.job.options import Options
-from pipeline.job.parameters import layer_parameters
-from pipeline.job.problems import JobError, Problem
 from pipeline.job.rules import check_rules
 from pipeline.job.run_file import folder_problems, identity, restart_problems
+from pipeline.job.schedules import LearningRate
 from pipeline.job.settings import Settings, Undecided
 from pipeline.job.stages import partition
-from pipeline.job.user_input import exists
 from pipeline.job.validate import AUTO
+from pipeline.model.config import ModelConfig
+from pipeline.model.parameter_counts import layer_parameters
 from pipeline.parallel.mesh import Mesh
-from pipeline.training.schedules import LearningRate
 
 __all__ = ["Batch", "Draft", "Job", "OptimizerConfig", "Precision", "Resolved", "examine", "resolve"]
 

@@ -8,14 +8,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pipeline.base.atomic_file import replaced_atomically
+from pipeline.base.problems import JobError, Problem
+from pipeline.base.user_input import exists, is_folder
 from pipeline.data.tokenizer_files import tokenizer_facts
 from pipeline.job.job import Job
-from pipeline.job.model_config import ModelConfig
 from pipeline.job.model_source import CHECKPOINTS, tokenizer_of
 from pipeline.job.options import RUN_FILE, Options
-from pipeline.job.problems import JobError, Problem
-from pipeline.job.user_input import exists, is_folder
-from pipeline.training.atomic_file import replaced_atomically
+from pipeline.model.config import ModelConfig
 
 
 def identity(options: Options, model: ModelConfig, sequence_length: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from pipeline.data.sources import training_sources
+from pipeline.job.data_sources import training_sources
 from pipeline.job.job import Job
 from pipeline.job.schema import DYNAMIC_LOSS_SCALE, KEYS
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
 
+from pipeline.base.problems import Problem
+from pipeline.base.suggest import did_you_mean
 from pipeline.job.job import Resolved
 from pipeline.job.model_presets import TrainingDefaults
-from pipeline.job.problems import Problem
 from pipeline.job.scheduler_params import PARAMETERS, REFUSED, REFUSED_ANYWHERE, Parameter
 from pipeline.job.scheduler_rules import rule_problems
-from pipeline.job.suggest import did_you_mean
-from pipeline.training.schedules import SCHEDULES, ConstantLR, LearningRate
+from pipeline.job.schedules import SCHEDULES, ConstantLR, LearningRate
 
 AUTO = "auto"
 PEAK_NAMES = ("warmup_max_lr", "cycle_max_lr")

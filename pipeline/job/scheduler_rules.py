@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-from pipeline.job.problems import Problem
+from pipeline.base.problems import Problem
 
 Values = dict[str, Any]
 # Parameter, rule, remedy, severity.

@@ -2,7 +2,7 @@
 
 Names are DeepSpeed's own. A key is in `KEYS` (it acts), in `REMOVED` (DeepSpeed 0.19 dropped it) or in
 `REFUSED` (DeepSpeed knows it, but it would do nothing here or break an invariant; the reason is given).
-Keys of `scheduler.params` depend on the schedule and are described by pipeline/training/schedules.py.
+Keys of `scheduler.params` depend on the schedule and are described by pipeline/job/schedules.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pipeline.training.schedules import SCHEDULES
+from pipeline.job.schedules import SCHEDULES
 
 Kind = Literal["int", "float", "bool", "str", "object", "numbers", "strings", "partition"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.job.json_reader import Document
-from pipeline.job.problems import Problem
+from pipeline.base.json_reader import Document
+from pipeline.base.problems import Problem
 from pipeline.job.validate import AUTO, validate
 
 

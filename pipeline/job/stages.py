@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import inf
 
-from pipeline.job.parameters import LayerSize
-from pipeline.job.problems import JobError, Problem
-from pipeline.job.suggest import did_you_mean
+from pipeline.base.problems import JobError, Problem
+from pipeline.base.suggest import did_you_mean
+from pipeline.model.parameter_counts import LayerSize
 
 METHODS = ("parameters", "uniform")
 

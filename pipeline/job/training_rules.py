@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from pipeline.base.problems import Problem
+from pipeline.base.user_input import is_file
 from pipeline.data.input_kinds import kind_of, token_prefix
-from pipeline.data.sources import known_sources, source_problems
+from pipeline.job.data_sources import known_sources, source_problems
 from pipeline.job.facts import Facts
 from pipeline.job.monitors import MONITORS
-from pipeline.job.problems import Problem
-from pipeline.job.user_input import is_file
 from pipeline.job.validate import AUTO
 
 _PARAMETERS_OF = {

@@ -6,11 +6,11 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
+from pipeline.base.json_reader import Document
+from pipeline.base.problems import Problem
+from pipeline.base.suggest import did_you_mean
 from pipeline.job.foreign_keys import REFUSED, REMOVED
-from pipeline.job.json_reader import Document
-from pipeline.job.problems import Problem
 from pipeline.job.schema import KEYS, Key, children
-from pipeline.job.suggest import did_you_mean
 
 AUTO = "auto"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from pipeline.base.problems import Problem
+from pipeline.base.suggest import listed
 from pipeline.job.facts import Facts
-from pipeline.job.problems import Problem
 from pipeline.job.schema import DYNAMIC_LOSS_SCALE, KEYS
-from pipeline.job.suggest import listed
 
 STAGE = "zero_optimization.stage"
 ACCUMULATION = "data_types.grad_accum_dtype"

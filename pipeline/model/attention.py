@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from pipeline.job.model_config import ModelConfig
+from pipeline.model.config import ModelConfig
 from pipeline.model.norm import RMSNorm
 from pipeline.model.rotary import Rotary
 from pipeline.parallel import ulysses

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipeline.job.model_config import ModelConfig
+from pipeline.model.config import ModelConfig
 from pipeline.model.layers import Block, Positions
 from pipeline.model.norm import norm_class
 from pipeline.model.rotary import Rotary

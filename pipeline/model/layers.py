@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from pipeline.job.model_config import ModelConfig
 from pipeline.model.attention import Attention
+from pipeline.model.config import ModelConfig
 from pipeline.model.mlp import MLP
 from pipeline.model.norm import norm_class
 from pipeline.model.rotary import Rotary

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeline.job.model_config import ModelConfig
+from pipeline.model.config import ModelConfig
 from pipeline.parallel.parameters import ParameterFactory
 from pipeline.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 

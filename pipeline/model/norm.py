@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeline.job.model_config import ModelConfig
+from pipeline.model.config import ModelConfig
 from pipeline.parallel import collectives
 from pipeline.parallel.context import Group
 from pipeline.parallel.parameters import ParameterFactory

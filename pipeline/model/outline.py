@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from pipeline.job.model_config import ModelConfig
+from pipeline.model.config import ModelConfig
 from pipeline.model.gpt import SequentialGPT, plan_layers
 from pipeline.parallel.context import Parallel
 from pipeline.parallel.dropout import DropoutClock

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pipeline.hugging_face.folder_weights import FolderWeights
-from pipeline.hugging_face.weights import initial_weights
+from pipeline.engine.agreement import agree_on_weights
+from pipeline.engine.folder_weights import FolderWeights
+from pipeline.job.initial_weights import initial_weights
 from pipeline.job.job import Job
 from pipeline.job.model_source import own_tokenizer
 from pipeline.parallel.context import Parallel
-from pipeline.training.agreement import agree_on_weights
 
 
 def first_weights(job: Job, parallel: Parallel) -> FolderWeights | None:

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol
 
 from pipeline.checkpoints.folder import TrainState
-from pipeline.cluster.roster import Phase
+from pipeline.cluster.agent.roster import Phase
 from pipeline.data.batch import MicroBatch, StepBatch
 from pipeline.data.loader import BatchLoader
+from pipeline.engine.agreement import agree_on_step, first_reason, gather_rows
+from pipeline.engine.engine import StepResult, TrainEngine
 from pipeline.job.job import Job
 from pipeline.parallel.context import Parallel
-from pipeline.training.agreement import agree_on_step, first_reason, gather_rows
 from pipeline.training.best_losses import best_of, with_evaluation
-from pipeline.training.engine import StepResult, TrainEngine
 from pipeline.training.metrics import EvalMetrics, MetricsSink, Speedometer
 from pipeline.training.stopping import reason_text
 

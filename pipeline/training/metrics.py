@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from pipeline.training.atomic_file import remove_unfinished, replaced_atomically
+from pipeline.base.atomic_file import remove_unfinished, replaced_atomically
+from pipeline.base.line_file import LineFile
 from pipeline.training.best_losses import Best
-from pipeline.training.line_file import LineFile
 
 METRICS_FILE = "metrics.jsonl"
 

@@ -8,22 +8,22 @@ from pathlib import Path
 
 import psutil
 
+from pipeline.base.durations import parse_duration
+from pipeline.base.problems import JobError, Problem
 from pipeline.checkpoints.manifest import TrainState
 from pipeline.checkpoints.proof import Agreed, Prover, agree_on_checkpoint
 from pipeline.checkpoints.select import Selection, select_checkpoint
 from pipeline.checkpoints.space import checkpoint_bytes
+from pipeline.cluster.agent.rank_link import RankLink
 from pipeline.cluster.rank_environment import RankEnvironment
-from pipeline.cluster.rank_link import RankLink
 from pipeline.cluster.stop_stamp import read_stamp, stamp_of, stop_path
 from pipeline.data.remote_cache import RemoteCache
 from pipeline.data.training_data import TrainingData
-from pipeline.job.durations import parse_duration
+from pipeline.engine.agreement import agree_on_start
+from pipeline.engine.distributed import share_cores, start_distributed
 from pipeline.job.job import Job
-from pipeline.job.problems import JobError, Problem
 from pipeline.parallel.context import Parallel
-from pipeline.training.agreement import agree_on_start
 from pipeline.training.console import Console, make_console
-from pipeline.training.distributed import share_cores, start_distributed
 from pipeline.training.metrics import METRICS_FILE, unusable_metrics
 from pipeline.training.run_data import remote_cache, run_data
 from pipeline.training.sample_log import SAMPLES_FILE, unusable_samples

@@ -6,18 +6,18 @@ import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from pipeline.base.problems import JobError
 from pipeline.checkpoints.transfer import go_on_from, load_checkpoint
+from pipeline.cluster.agent.rank_link import RankLink
 from pipeline.cluster.rank_environment import RankEnvironment
-from pipeline.cluster.rank_link import RankLink
+from pipeline.engine.agreement import first_reason, gather_rows
+from pipeline.engine.build import build_engine
+from pipeline.engine.distributed import stop_distributed
+from pipeline.engine.engine import TrainEngine
 from pipeline.job.job import Job
 from pipeline.job.model_source import TOKENIZER_FOLDER
-from pipeline.job.problems import JobError
 from pipeline.job.run_file import write_run_file
-from pipeline.training.agreement import first_reason, gather_rows
-from pipeline.training.build import build_engine
-from pipeline.training.distributed import stop_distributed
 from pipeline.training.ending import Ending, RunFailed, resume_hint
-from pipeline.training.engine import TrainEngine
 from pipeline.training.first_weights import first_weights
 from pipeline.training.preparing import Prepared, prepare
 from pipeline.training.quiet import captured_stdout

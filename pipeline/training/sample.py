@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from pipeline.data.tokenizer import Tokenizer
+from pipeline.engine.engine import TrainEngine
 from pipeline.job.job import Job
-from pipeline.training.engine import TrainEngine
 
 TEMPERATURE = 0.7
 

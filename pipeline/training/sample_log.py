@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
+from pipeline.base.atomic_file import remove_unfinished, replaced_atomically
+from pipeline.base.line_file import LineFile
 from pipeline.checkpoints.folder import TrainState
 from pipeline.data.blend import Blend
-from pipeline.training.atomic_file import remove_unfinished, replaced_atomically
-from pipeline.training.line_file import LineFile
 from pipeline.training.metrics import EvalMetrics, StepMetrics, reading_failure
 
 SAMPLES_FILE = "samples.jsonl"

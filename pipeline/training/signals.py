@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from pipeline.job.problems import EXIT_STOPPED, JobError
+from pipeline.base.problems import EXIT_STOPPED, JobError
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 

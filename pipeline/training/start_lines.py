@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from pipeline.base.words import counted
 from pipeline.checkpoints.resume import origin_lines
 from pipeline.checkpoints.select import Selection
 from pipeline.data.training_data import TrainingData
 from pipeline.job.job import Job
-from pipeline.job.words import counted
 from pipeline.training.first_weights import weights_lines
 
 # Up to four passes, repeated tokens are nearly worth new ones (Muennighoff et al. 2023).

@@ -8,19 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from pipeline.base.words import counted
 from pipeline.checkpoints.planned import set_random_state
 from pipeline.checkpoints.saver import Saver
 from pipeline.data.evaluation import eval_batches
 from pipeline.data.loader import BatchLoader
+from pipeline.engine.engine import TrainEngine
 from pipeline.job.job import Job
 from pipeline.job.model_source import TOKENIZER_FOLDER
-from pipeline.job.words import counted
+from pipeline.model.flops import training_flops_per_token
 from pipeline.training.best_losses import best_line
 from pipeline.training.console import evaluation_line
 from pipeline.training.devices import peak_tflops
 from pipeline.training.ending import Ending, go_on_hint, resume_hint
-from pipeline.training.engine import TrainEngine
-from pipeline.training.flops import training_flops_per_token
 from pipeline.training.loop import Abandoned, EvalSet, Loop, TrainingDiverged, evaluate
 from pipeline.training.metrics import METRICS_FILE, EvalMetrics, MetricsFile, MetricsSink, Speedometer
 from pipeline.training.monitors import Monitors

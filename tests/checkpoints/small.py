@@ -12,14 +12,14 @@ import torch
 
 from pipeline.cluster.world import Host, World
 from pipeline.data.batch import MicroBatch
+from pipeline.engine.build import build_engine
+from pipeline.engine.distributed import start_distributed
+from pipeline.engine.engine import StepResult, TrainEngine
 from pipeline.job.job import Job
-from pipeline.job.model_config import ModelConfig
 from pipeline.job.options import Options
 from pipeline.job.resolve import resolve
+from pipeline.model.config import ModelConfig
 from pipeline.parallel.context import Parallel
-from pipeline.training.build import build_engine
-from pipeline.training.distributed import start_distributed
-from pipeline.training.engine import StepResult, TrainEngine
 
 TIMEOUT = timedelta(seconds=60)
 SEQUENCE = 8

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.base.problems import JobError
 from pipeline.checkpoints.digests import digest_of
 from pipeline.checkpoints.folder import (
     FileEntry,
@@ -25,7 +26,6 @@ from pipeline.checkpoints.folder import (
     select_checkpoint,
     write_manifest,
 )
-from pipeline.job.problems import JobError
 from tests.checkpoints.saved_runs import STATE, edit_manifest, job_in, saved
 from tests.end_to_end.jobs import write_text
 

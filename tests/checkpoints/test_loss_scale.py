@@ -10,10 +10,10 @@ from deepspeed.accelerator import get_accelerator
 
 from pipeline.checkpoints.folder import TrainState, find_checkpoint
 from pipeline.checkpoints.transfer import load_checkpoint, save_checkpoint
+from pipeline.engine.build import build_engine
+from pipeline.engine.engine import TrainEngine
 from pipeline.job.job import Job
 from pipeline.parallel.context import Parallel
-from pipeline.training.build import build_engine
-from pipeline.training.engine import TrainEngine
 from tests.checkpoints.small import TIMEOUT, job, start, train
 from tests.harness import run_ranks
 

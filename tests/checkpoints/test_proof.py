@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.base.problems import JobError
 from pipeline.checkpoints import proof
 from pipeline.checkpoints.digests import digest_of
 from pipeline.checkpoints.folder import TrainState, files_below, read_checkpoint, write_manifest
 from pipeline.checkpoints.proof import Prover, agree_on_checkpoint
 from pipeline.checkpoints.select import Selection, select_checkpoint
+from pipeline.engine.distributed import start_distributed
 from pipeline.job.job import Job
-from pipeline.job.problems import JobError
 from pipeline.parallel.context import Parallel
-from pipeline.training.distributed import start_distributed
 from tests.checkpoints.saved_runs import edit_manifest, job_in, saved
 from tests.checkpoints.small import TIMEOUT
 from tests.checkpoints.test_unpickling import malicious

@@ -19,6 +19,8 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from torch import Tensor
 
 from pipeline import reshard
+from pipeline.base.locking import file_lock
+from pipeline.base.problems import JobError
 from pipeline.checkpoints import conversion, universal
 from pipeline.checkpoints.conversion import convert
 from pipeline.checkpoints.digests import digest_of
@@ -32,10 +34,8 @@ from pipeline.checkpoints.folder import (
 from pipeline.checkpoints.stored import Slice, StoredState
 from pipeline.checkpoints.transfer import save_checkpoint
 from pipeline.cluster.world import Host, World
-from pipeline.data.locking import file_lock
 from pipeline.job.job import Job
 from pipeline.job.options import parse_options
-from pipeline.job.problems import JobError
 from pipeline.job.resolve import resolve
 from pipeline.model.outline import parameter_cuts
 from tests.checkpoints.kills import kill_at_call

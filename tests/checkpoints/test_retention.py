@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from pipeline.base import atomic_file
 from pipeline.checkpoints.folder import TrainState, remove_leftovers, select_checkpoint
 from pipeline.checkpoints.retention import retain
-from pipeline.training import atomic_file
 from tests.checkpoints.saved_runs import job_in, saved
 from tests.checkpoints.test_select import go_on
 from tests.job.drafts import draft, found

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.base.problems import JobError
 from pipeline.checkpoints import saver
 from pipeline.checkpoints.folder import TrainState, read_checkpoint
 from pipeline.checkpoints.proof import Prover, agree_on_checkpoint
 from pipeline.checkpoints.select import select_checkpoint
 from pipeline.checkpoints.transfer import load_checkpoint, save_checkpoint
+from pipeline.engine.build import build_engine
+from pipeline.engine.engine import TrainEngine
 from pipeline.job.job import Job
-from pipeline.job.problems import JobError
-from pipeline.training.build import build_engine
-from pipeline.training.engine import TrainEngine
 from tests.checkpoints.small import job, start, train
 from tests.harness import run_ranks
 

@@ -14,10 +14,11 @@ import psutil
 import pytest
 
 from pipeline import check
-from pipeline.cluster import campaign, launch, running
+from pipeline.base.problems import EXIT_WRONG_JOB, JobError
+from pipeline.cluster import running
 from pipeline.cluster.lease import Timing
 from pipeline.cluster.running import only_job, running_problems
-from pipeline.job.problems import EXIT_WRONG_JOB, JobError
+from pipeline.launch import campaign, launch
 
 ROOT = Path(__file__).resolve().parents[2]
 

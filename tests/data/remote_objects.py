@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from pipeline.base.problems import JobError
 from pipeline.data.remote import RemoteStore
 from pipeline.data.remote_cache import RemoteCache
-from pipeline.job.problems import JobError
 
 SECRET = "hush-hush-secret-key"
 CONTENT = bytes(range(256)) * 4096  # one megabyte

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.base.problems import JobError
 from pipeline.data.batch import MicroBatch, digest, micro_batch
 from pipeline.data.blend import Blend, Source
 from pipeline.data.document_sets import AllBut
@@ -20,11 +21,10 @@ from pipeline.data.evaluation import eval_batches
 from pipeline.data.loader import BatchLoader, read_step
 from pipeline.data.packing import PackedDataset, TokenError
 from pipeline.data.progress import Progress, continue_blend
-from pipeline.data.sources import SourceSpec, one_source
 from pipeline.data.token_file import open_token_file
 from pipeline.data.training_data import DataSettings, TrainingData, load_data
 from pipeline.data.watched_file import WatchedFile
-from pipeline.job.problems import JobError
+from pipeline.job.data_sources import SourceSpec, one_source
 from tests.data.sizes import Sizes
 
 

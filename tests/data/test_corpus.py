@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.base.problems import JobError
 from pipeline.data.corpus import data_problems, find_corpus
 from pipeline.data.records import Place, read_tasks
-from pipeline.job.problems import JobError
 
 
 def write(folder: Path, **files: str) -> Path:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.base.problems import JobError
 from pipeline.check import main as check
 from pipeline.data.corpus import find_corpus
 from pipeline.data.hugging_face_tokenizer import HuggingFaceTokenizer
@@ -19,7 +20,6 @@ from pipeline.data.preparation import Rules
 from pipeline.data.tokenizer import ByteTokenizer, load_tokenizer
 from pipeline.data.tokenizer_files import byte_tokenizer_json, chosen_tokenizer, tokenizer_facts
 from pipeline.data.tokenizer_training import train_tokenizer
-from pipeline.job.problems import JobError
 
 ROOT = Path(__file__).parents[2]
 TEXT = "def lower(word):\n    return word.lower()  # the lowest of the words\n\nnaïve Grüße 日本語 🙂\r\n"

@@ -16,13 +16,13 @@ import pyarrow.parquet as parquet
 import pytest
 import zstandard
 
+from pipeline.base.problems import JobError
 from pipeline.data import records
 from pipeline.data.corpus import data_problems, find_corpus
 from pipeline.data.preparation import Rules
 from pipeline.data.token_cache import cached_tokens
 from pipeline.data.token_file import TokenFile
 from pipeline.data.tokenizer import ByteTokenizer
-from pipeline.job.problems import JobError
 from tests.data.megatron_files import write_documents
 
 TEXTS = ["first", "zweites Stück\nmit zwei Zeilen", "日本語 🙂", "4"]

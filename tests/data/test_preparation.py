@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import zstandard
 
+from pipeline.base.problems import JobError
 from pipeline.data import records, token_writer
 from pipeline.data.corpus import Corpus, find_corpus
 from pipeline.data.encoding import Encoder
@@ -23,7 +24,6 @@ from pipeline.data.preparation import Progress, Rules, write_tokens
 from pipeline.data.records import Task
 from pipeline.data.token_file import open_token_file
 from pipeline.data.tokenizer import ByteTokenizer
-from pipeline.job.problems import JobError
 from tests.data.megatron_files import read_documents
 
 ROOT = Path(__file__).parents[2]

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipeline.base.locking import file_lock
+from pipeline.base.problems import JobError
 from pipeline.data.corpus import find_corpus
-from pipeline.data.locking import file_lock
 from pipeline.data.preparation import cache_identity, token_dtype
 from pipeline.data.token_cache import cached_tokens
 from pipeline.data.tokenizer import ByteTokenizer
-from pipeline.job.problems import JobError
 
 TEXTS = {"a.txt": "first\n", "b.txt": "zweites Stück", "c.txt": "3"}
 

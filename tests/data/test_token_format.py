@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.base.problems import JobError
 from pipeline.data import token_format
 from pipeline.data.corpus import find_corpus
 from pipeline.data.preparation import Rules, write_tokens
 from pipeline.data.token_file import TokenFile, join_token_files, open_token_file, token_problems
 from pipeline.data.token_writer import TokenWriter
 from pipeline.data.tokenizer import ByteTokenizer
-from pipeline.job.problems import JobError
 from tests.data.megatron_files import LETTERS, read_documents, write_documents
 
 

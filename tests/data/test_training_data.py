@@ -3,10 +3,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipeline.base.problems import JobError
 from pipeline.data.document_sets import split_documents
-from pipeline.data.sources import one_source
 from pipeline.data.training_data import DataSettings, TrainingData, load_data
-from pipeline.job.problems import JobError
+from pipeline.job.data_sources import one_source
 
 
 @pytest.mark.parametrize(

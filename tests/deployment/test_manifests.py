@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from pipeline import deploy
+from pipeline.base.problems import EXIT_STOPPED, EXIT_WRONG_JOB
 from pipeline.cluster.hostfile import read_hostfile
 from pipeline.cluster.launcher_options import split_arguments
-from pipeline.job.problems import EXIT_STOPPED, EXIT_WRONG_JOB
 from tests.deployment.manifest import by_kind, expand, pod_and_container, words_of_pod
 from tests.deployment.schemas import documents, validate
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from pipeline import deploy
+from pipeline.base.problems import EXIT_FINISHED, EXIT_STOPPED
 from pipeline.cluster.hostfile import read_hostfile
-from pipeline.job.problems import EXIT_FINISHED, EXIT_STOPPED
 from tests.deployment.manifest import by_kind, pod_and_container, words_of_pod
 from tests.end_to_end.jobs import Workshop
 from tests.hosts import HostProcess, Hosts

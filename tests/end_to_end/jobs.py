@@ -137,7 +137,7 @@ def _faulty_pretrain(args: list[str], fault: Fault, fault_args: tuple[Any, ...])
 
 def signal_after_step(_: list[str], rank: int, step: int, victim: int, number: signal.Signals) -> None:
     """Rank `victim` gets a signal when it has taken `step` steps."""
-    from pipeline.training.engine import TrainEngine
+    from pipeline.engine.engine import TrainEngine
 
     train_step = TrainEngine.train_step
 
@@ -167,7 +167,7 @@ def raise_on_call(_: list[str], rank: int, target: str, victim: int) -> None:
 
 def poison_weight(_: list[str], rank: int, step: int, victim: int) -> None:
     """Rank `victim` has a NaN in its last parameter from `step` on."""
-    from pipeline.training.engine import TrainEngine
+    from pipeline.engine.engine import TrainEngine
 
     train_step = TrainEngine.train_step
 

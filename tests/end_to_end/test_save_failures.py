@@ -80,8 +80,8 @@ def test_a_run_that_cannot_save_its_end_fails(
 
 def slow_steps(_: list[str], rank: int, seconds: float, after: Callable[[int], None] | None = None) -> None:
     """Each step takes so long."""
+    from pipeline.engine.engine import TrainEngine
     from pipeline.training import stopping
-    from pipeline.training.engine import TrainEngine
 
     stopping.FILE_SECONDS = 0.0
     stopping.LEAVING_SECONDS = 1.0

@@ -85,7 +85,7 @@ def test_an_evaluation_is_given_up_for_a_stop_and_done_by_the_next_start(config:
         for run in ("whole", "parts")
     )
     run_job(whole, 2).check()
-    target = "pipeline.training.engine:TrainEngine.eval_step"
+    target = "pipeline.engine.engine:TrainEngine.eval_step"
     result = run_faulty_job(parts, 2, signal_on_call, target, 1, SIGTERM)
     assert result.exit_codes == (3, 3), result.stderr[0]
     assert "stopped after step 1 of 3 (SIGTERM on rank 1)" in result.stdout[0]

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 from pipeline.cluster.world import Host, World
 from pipeline.data.batch import MicroBatch
 from pipeline.data.tokenizer import ByteTokenizer
+from pipeline.engine.engine import TrainEngine
 from pipeline.job.job import Job
 from pipeline.job.options import Options
 from pipeline.job.resolve import resolve
-from pipeline.training.engine import TrainEngine
 from tests.checkpoints.layouts import find
 from tests.model.hugging_face import build
 

@@ -14,20 +14,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pipeline.base.problems import JobError
 from pipeline.cluster.world import Host, World
 from pipeline.data.tokenizer import ByteTokenizer
 from pipeline.data.tokenizer_files import tokenizer_facts
-from pipeline.hugging_face.folder_weights import FolderWeights
+from pipeline.engine.agreement import WeightsMismatch, agree_on_weights
+from pipeline.engine.folder_weights import FolderWeights
 from pipeline.hugging_face.tensor_map import tensor_map
-from pipeline.hugging_face.weights import folder_weights_problems, initial_weights
-from pipeline.job.model_config import ModelConfig
+from pipeline.job.initial_weights import folder_weights_problems, initial_weights
 from pipeline.job.model_files import load_model
-from pipeline.job.problems import JobError
 from pipeline.job.resolve import Draft, examine
+from pipeline.model.config import ModelConfig
 from pipeline.parallel.context import Parallel
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parameters import Cut
-from pipeline.training.agreement import WeightsMismatch, agree_on_weights
 from tests.harness import init_deepspeed_distributed, run_ranks
 from tests.hugging_face.folders import only_config, options, write_folder
 

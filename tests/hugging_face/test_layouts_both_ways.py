@@ -14,14 +14,14 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.checkpoints.folder import TrainState
 from pipeline.checkpoints.transfer import save_checkpoint
+from pipeline.engine.build import build_engine
+from pipeline.engine.distributed import start_distributed
+from pipeline.engine.folder_weights import FolderWeights
 from pipeline.export import main as export
-from pipeline.hugging_face.folder_weights import FolderWeights
 from pipeline.hugging_face.tensor_map import Block, Entry
-from pipeline.hugging_face.weights import initial_weights
+from pipeline.job.initial_weights import initial_weights
 from pipeline.job.job import Job
 from pipeline.parallel.context import Parallel
-from pipeline.training.build import build_engine
-from pipeline.training.distributed import start_distributed
 from tests.checkpoints.layouts import find
 from tests.checkpoints.small import TIMEOUT
 from tests.harness import run_ranks

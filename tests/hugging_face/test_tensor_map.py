@@ -10,16 +10,16 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from pipeline.base.problems import JobError
+from pipeline.engine.folder_weights import FolderWeights
+from pipeline.hugging_face.config import KINDS as READ_KINDS
+from pipeline.hugging_face.config import model_from_hugging_face
 from pipeline.hugging_face.families import FAMILIES, config_json, family_of
-from pipeline.hugging_face.folder_weights import FolderWeights
 from pipeline.hugging_face.tensor_map import tensor_map
-from pipeline.hugging_face.weights import wanted_tensors
-from pipeline.job.hugging_face_config import KINDS as READ_KINDS
-from pipeline.job.hugging_face_config import model_from_hugging_face
-from pipeline.job.model_config import ModelConfig
+from pipeline.job.initial_weights import wanted_tensors
 from pipeline.job.model_files import load_model
 from pipeline.job.model_presets import PRESETS
-from pipeline.job.problems import JobError
+from pipeline.model.config import ModelConfig
 from pipeline.model.gpt import SequentialGPT, plan_layers
 from pipeline.parallel.context import Parallel
 from pipeline.parallel.dropout import DropoutClock

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pipeline.base.problems import Problem
 from pipeline.cluster.world import Host, World
 from pipeline.job.options import Options
-from pipeline.job.problems import Problem
 from pipeline.job.resolve import Draft, examine
 
 CPU, A100, V100 = ("cpu", None, False), ("cuda", "NVIDIA A100-SXM4-80GB", True), ("cuda", "Tesla V100", False)

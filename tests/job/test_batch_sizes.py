@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from pipeline.base.problems import JobError
 from pipeline.job.batch import MICRO, TRAIN, BatchRequest, resolve_batch
-from pipeline.job.problems import JobError
 
 OPEN = BatchRequest(None, None, None, False, 4, 512, 1024, 1024, 768)
 

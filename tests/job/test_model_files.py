@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.job.model_config import ModelConfig, model_from_json
+from pipeline.base.problems import JobError
 from pipeline.job.model_files import load_model
 from pipeline.job.model_presets import PRESETS
-from pipeline.job.parameters import total_parameters
-from pipeline.job.problems import JobError
+from pipeline.model.config import ModelConfig, model_from_json
+from pipeline.model.parameter_counts import total_parameters
 
 # As published with the weights, to the letter where it matters.
 GPT2 = {

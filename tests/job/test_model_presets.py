@@ -2,9 +2,9 @@
 
 import pytest
 
-from pipeline.job.model_config import size_problems
 from pipeline.job.model_presets import PRESETS, training_defaults
-from pipeline.job.parameters import total_parameters
+from pipeline.model.config import size_problems
+from pipeline.model.parameter_counts import total_parameters
 
 # Counts of the released weights: sums over the published safetensors files.
 RELEASED = {

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.base.problems import JobError
 from pipeline.job.option_ranges import LOWEST, SHARES, option_problems
 from pipeline.job.options import CheckOptions, Options, from_json, parse_options
-from pipeline.job.problems import JobError
 from pipeline.job.resolve import examine
 from tests.job.drafts import world
 

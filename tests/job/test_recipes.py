@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.base.problems import JobError
 from pipeline.cluster.world import world_from_hostfile
 from pipeline.job.options import Options
 from pipeline.job.pages import KEYS_PAGE, PROJECT
-from pipeline.job.problems import JobError
 from pipeline.job.resolve import resolve
 from tests.job.drafts import V100, world
 

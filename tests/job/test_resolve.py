@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.base.problems import JobError
 from pipeline.job.options import Options
-from pipeline.job.problems import JobError
 from pipeline.job.resolve import config_path, examine, resolve
 from pipeline.parallel.mesh import Mesh
 from tests.job.drafts import A100, V100, draft, found, world

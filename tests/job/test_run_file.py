@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from pipeline.base.problems import JobError
 from pipeline.checkpoints.select import steps_in
 from pipeline.job.job import Job
 from pipeline.job.model_source import starts_anew
 from pipeline.job.options import parse_options
-from pipeline.job.problems import JobError
 from pipeline.job.run_file import restart_problems, write_run_file
 from tests.job.drafts import draft, found, world
 

@@ -7,7 +7,7 @@ import pytest
 from pipeline.job.model_presets import PRESETS
 from pipeline.job.scheduler_block import build_schedule, usual_warmup
 from pipeline.job.scheduler_params import PARAMETERS
-from pipeline.training.schedules import SCHEDULES, WSD, ConstantLR, OneCycle, WarmupCosineLR, WarmupLR
+from pipeline.job.schedules import SCHEDULES, WSD, ConstantLR, OneCycle, WarmupCosineLR, WarmupLR
 
 DEFAULTS = dataclasses.replace(PRESETS["tiny"].training, learning_rate=5e-3, warmup_steps=100)
 

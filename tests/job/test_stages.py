@@ -5,10 +5,10 @@ from itertools import combinations, pairwise
 
 import pytest
 
+from pipeline.base.problems import JobError
 from pipeline.job.model_presets import PRESETS
-from pipeline.job.parameters import LayerSize, layer_parameters
-from pipeline.job.problems import JobError
 from pipeline.job.stages import partition
+from pipeline.model.parameter_counts import LayerSize, layer_parameters
 
 
 def _layers(*sizes):

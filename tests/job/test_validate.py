@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from pipeline.base.json_reader import Document
 from pipeline.job.foreign_keys import REFUSED, REMOVED
-from pipeline.job.json_reader import Document
 from pipeline.job.schema import KEYS
 from pipeline.job.validate import validate
 

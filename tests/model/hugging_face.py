@@ -18,7 +18,7 @@ from transformers import (
     Starcoder2ForCausalLM,
 )
 
-from pipeline.job.model_config import ModelConfig
+from pipeline.model.config import ModelConfig
 
 SIZES = {
     "vocab_size": 300,

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from pipeline.job.model_config import ModelConfig
 from pipeline.job.model_presets import PRESETS
-from pipeline.job.parameters import layer_parameters
+from pipeline.model.config import ModelConfig
 from pipeline.model.gpt import SequentialGPT, plan_layers
+from pipeline.model.parameter_counts import layer_parameters
 from pipeline.parallel.context import Parallel
 from pipeline.parallel.dropout import DropoutClock
 from pipeline.parallel.mesh import Mesh

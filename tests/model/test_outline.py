@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.job.model_config import ModelConfig
-from pipeline.job.parameters import total_parameters
+from pipeline.model.config import ModelConfig
 from pipeline.model.gpt import SequentialGPT, plan_layers
 from pipeline.model.outline import outline, parameter_cuts
+from pipeline.model.parameter_counts import total_parameters
 from pipeline.parallel.context import Parallel
 from pipeline.parallel.dropout import DropoutClock
 from pipeline.parallel.mesh import Coordinates, Mesh

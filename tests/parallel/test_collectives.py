@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.engine.distributed import start_distributed
 from pipeline.parallel import collectives
-from pipeline.training.distributed import start_distributed
 from tests.harness import run_ranks
 from tests.parity.ranks import TIMEOUT
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.job.model_config import ModelConfig
+from pipeline.model.config import ModelConfig
 from pipeline.model.gpt import SequentialGPT, plan_layers
 from pipeline.parallel.context import Parallel
 from pipeline.parallel.documents import DocumentBoard, DocumentReader, document_layout

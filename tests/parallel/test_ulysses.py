@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipeline.engine.distributed import start_distributed
 from pipeline.parallel.context import Parallel
 from pipeline.parallel.mesh import Coordinates, Mesh
 from pipeline.parallel.ulysses import first_position, gather_sequence, scatter_sequence, sequence_slice
-from pipeline.training.distributed import start_distributed
 from tests.harness import run_ranks
 from tests.parity.ranks import TIMEOUT
 

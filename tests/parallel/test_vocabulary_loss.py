@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pipeline.engine.distributed import start_distributed
 from pipeline.parallel.context import Parallel
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.tensor import vocabulary_cross_entropy
-from pipeline.training.distributed import start_distributed
 from tests.harness import run_ranks
 from tests.parity.ranks import TIMEOUT
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from pipeline.cluster.world import Host, World
 from pipeline.job.job import Job
-from pipeline.job.model_config import ModelConfig
 from pipeline.job.options import Options
 from pipeline.job.resolve import resolve
+from pipeline.model.config import ModelConfig
 
 STEPS = 4
 SEQUENCE = 16

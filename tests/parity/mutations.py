@@ -15,12 +15,12 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from torch import Tensor, nn
 
 from pipeline.data.batch import MicroBatch
+from pipeline.engine import build, engine
 from pipeline.model.norm import RMSNorm
 from pipeline.parallel import collectives, tensor, ulysses
 from pipeline.parallel.context import Group, Parallel
 from pipeline.parallel.dropout import MicroBatchCounter
 from pipeline.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabularyEmbedding
-from pipeline.training import build, engine
 from tests.parity.ranks import Calls
 
 

@@ -14,13 +14,13 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
+from pipeline.engine.build import build_engine
+from pipeline.engine.distributed import start_distributed
+from pipeline.engine.engine import StepResult, TrainEngine
 from pipeline.job.job import Job
 from pipeline.parallel.context import Parallel
 from pipeline.parallel.mesh import Coordinates
 from pipeline.parallel.parameters import cut_of
-from pipeline.training.build import build_engine
-from pipeline.training.distributed import start_distributed
-from pipeline.training.engine import StepResult, TrainEngine
 from tests.parity.batches import global_batches, micro_batches
 from tests.parity.cases import STEPS, Case
 

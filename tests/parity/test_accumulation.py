@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline.engine.build import build_engine
+from pipeline.engine.distributed import start_distributed
 from pipeline.job.job import Job
 from pipeline.parallel.context import Parallel
-from pipeline.training.build import build_engine
-from pipeline.training.distributed import start_distributed
 from tests.harness import run_ranks
 from tests.parity.batches import micro_batches
 from tests.parity.cases import Case

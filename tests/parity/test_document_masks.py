@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 from pipeline.data.batch import MicroBatch
+from pipeline.engine.build import build_engine
+from pipeline.engine.distributed import start_distributed
+from pipeline.engine.engine import TrainEngine
 from pipeline.job.job import Job
 from pipeline.model.gpt import SequentialGPT, plan_layers
 from pipeline.parallel import documents as documents_module
@@ -19,9 +22,6 @@ from pipeline.parallel.context import Parallel
 from pipeline.parallel.documents import DocumentBoard, DocumentReader
 from pipeline.parallel.dropout import DropoutClock
 from pipeline.parallel.parameters import ParameterFactory
-from pipeline.training.build import build_engine
-from pipeline.training.distributed import start_distributed
-from pipeline.training.engine import TrainEngine
 from tests.harness import run_ranks
 from tests.parity import compare, ranks
 from tests.parity.batches import global_batches

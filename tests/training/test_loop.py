@@ -13,9 +13,9 @@ import torch
 
 from pipeline.checkpoints.folder import TrainState
 from pipeline.data.batch import MicroBatch, StepBatch
+from pipeline.engine.engine import StepResult
 from pipeline.job.job import Job
 from pipeline.parallel.context import Parallel
-from pipeline.training.engine import StepResult
 from pipeline.training.loop import MAX_SKIPPED_IN_A_ROW, EvalSet, Loop, TrainingDiverged
 from pipeline.training.metrics import EvalMetrics, Speedometer, StepMetrics
 from tests.job.drafts import draft, world

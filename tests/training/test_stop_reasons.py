@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from pipeline import pretrain
+from pipeline.base.durations import parse_duration
+from pipeline.cluster.agent.rank_link import RankLink
 from pipeline.cluster.rank_environment import RankEnvironment
-from pipeline.cluster.rank_link import RankLink
 from pipeline.cluster.stop_stamp import read_stamp, stamp_of, stamped, with_stamp
-from pipeline.job.durations import parse_duration
 from pipeline.job.job import Job
 from pipeline.job.option_ranges import option_problems
 from pipeline.job.options import Options, parse_options

@@ -1,0 +1,216 @@
+"""JSON with comments, read strictly: every problem has its line, nothing is guessed.
+
+Beyond RFC 8259 it allows what people write in DeepSpeed files: ``//``, ``#`` and ``/* */`` comments and
+trailing commas. It refuses what Python's json lets through: duplicate keys, NaN and infinities, whole
+numbers beyond 64 bits, and half characters (lone surrogates).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.base.problems import Problem
+from pipeline.base.user_input import is_text, read_text
+
+_SPACE = re.compile(r"(?:\s|//[^\n]*|#[^\n]*|/\*.*?\*/)*", re.DOTALL)
+_STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"')
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
+_WORD = re.compile(r"[A-Za-z_][\w.]*|[^\s,{}\[\]:]+")
+_CONSTANTS = {"true": True, "false": False, "null": None}
+_MAX_DEPTH = 20
+# Digits of the largest 64-bit number.
+_MAX_DIGITS = 19
+
+
+@dataclass(frozen=True)
+class Document:
+    """A JSON object as read.
+
+    Attributes:
+        path: The file.
+        values: Its content.
+        lines: Line of each key, by dotted path (``zero_optimization.stage``).
+        problems: Why it could not be read, or keys that appear twice. Values are then what was
+            understood up to there.
+    """
+
+    path: str
+    values: dict[str, Any]
+    lines: dict[str, int] = field(default_factory=dict)
+    problems: tuple[Problem, ...] = ()
+
+    def where(self, key: str) -> str:
+        """The dotted key with its file and line, as problems name it."""
+        line = self.lines.get(key)
+        return f"{key} ({self.path}:{line})" if line else f"{key} ({self.path})"
+
+
+class _Malformed(ValueError):
+    """The text stops being JSON at `position`."""
+
+    def __init__(self, position: int, rule: str) -> None:
+        super().__init__(rule)
+        self.position, self.rule = position, rule
+
+
+def read_json(path: Path, option: str = "deepspeed_config", kind: str = "a DeepSpeed JSON") -> Document:
+    """Read one file; a missing or malformed one is a Document with problems.
+
+    Args:
+        option: The option that named the file, and `kind` what it should name.
+    """
+    try:
+        text = read_text(path).removeprefix("\ufeff")
+    except FileNotFoundError:
+        rule = "there is no such file"
+    except (OSError, ValueError) as error:
+        rule = f"cannot be read as JSON ({type(error).__name__}: {error})"
+    else:
+        return parse_json(text, str(path))
+    return Document(str(path), {}, {}, (Problem(option, str(path), rule, f"Give the path of {kind}"),))
+
+
+def parse_json(text: str, path: str) -> Document:
+    """Parse the text of file `path`."""
+    parser = _Parser(text, path)
+    try:
+        values = parser.document()
+    except _Malformed as error:
+        line = text.count("\n", 0, error.position) + 1
+        problem = Problem(f"{path}:{line}", _excerpt(text, error.position), error.rule, "Correct this line")
+        return Document(path, {}, parser.lines, (*parser.problems, problem))
+    return Document(path, values, parser.lines, tuple(parser.problems))
+
+
+def _excerpt(text: str, position: int) -> str:
+    """The line that holds `position`, or its beginning."""
+    start = text.rfind("\n", 0, position) + 1
+    return text[start : start + 100].split("\n", 1)[0].strip()
+
+
+class _Parser:
+    """Recursive descent over one text; `position` is the next character to read."""
+
+    def __init__(self, text: str, path: str) -> None:
+        self.text, self.path, self.position = text, path, 0
+        self.lines: dict[str, int] = {}
+        self.problems: list[Problem] = []
+
+    def document(self) -> dict[str, Any]:
+        self.skip_space()
+        if self.peek() != "{":
+            raise _Malformed(self.position, "the file is one JSON object, and starts with '{'")
+        values = self.object("")
+        self.skip_space()
+        if self.position < len(self.text):
+            raise _Malformed(self.position, "nothing may follow the closing '}'")
+        return values
+
+    def value(self, key: str) -> Any:
+        if key.count(".") + key.count("[") > _MAX_DEPTH:
+            raise _Malformed(self.position, f"nested more than {_MAX_DEPTH} deep")
+        character = self.peek()
+        if character == "{":
+            return self.object(key)
+        if character == "[":
+            return self.array(key)
+        if character == '"':
+            return self.string()
+        return self.number_or_word()
+
+    def object(self, prefix: str) -> dict[str, Any]:
+        self.position += 1
+        values: dict[str, Any] = {}
+        while self.more("}"):
+            start = self.position
+            if self.peek() != '"':
+                raise _Malformed(start, "expected a key in double quotes")
+            name = self.string()
+            key = f"{prefix}.{name}" if prefix else name
+            self.note_key(key, name in values, start)
+            self.expect(":")
+            self.skip_space()
+            values[name] = self.value(key)
+            self.separator("}")
+        return values
+
+    def array(self, key: str) -> list[Any]:
+        self.position += 1
+        values: list[Any] = []
+        while self.more("]"):
+            values.append(self.value(f"{key}[{len(values)}]"))
+            self.separator("]")
+        return values
+
+    def string(self) -> str:
+        match = _STRING.match(self.text, self.position)
+        if not match:
+            raise _Malformed(self.position, "the string does not end on its line")
+        try:
+            value = json.loads(match.group(), strict=True)
+        except ValueError as error:
+            raise _Malformed(self.position, f"invalid string: {error}") from error
+        if not is_text(value):
+            raise _Malformed(self.position, "invalid string: half of a surrogate pair")
+        self.position = match.end()
+        return value
+
+    def number_or_word(self) -> Any:
+        word = _WORD.match(self.text, self.position)
+        token = word.group() if word else self.peek()
+        if token in _CONSTANTS:
+            self.position += len(token)
+            return _CONSTANTS[token]
+        match = _NUMBER.fullmatch(token)
+        if not match:
+            rule = "expected a value: a number, string in double quotes, true, false, null, object or list"
+            if token.strip("+-").lower() in ("nan", "infinity", "inf"):
+                rule = f"{token} is not a JSON number"
+            raise _Malformed(self.position, rule)
+        whole = token.lstrip("-").isdecimal()
+        number = math.inf if whole and len(token) > _MAX_DIGITS + 1 else json.loads(token)
+        if not math.isfinite(number) or (whole and abs(number) >= 2**63):
+            raise _Malformed(self.position, f"{token[:40]} is too large for a number")
+        self.position += len(token)
+        return number
+
+    def note_key(self, key: str, seen: bool, start: int) -> None:
+        line = self.text.count("\n", 0, start) + 1
+        if seen:
+            rule = f"the key was already given on line {self.lines[key]}"
+            self.problems.append(Problem(f"{key} ({self.path}:{line})", "...", rule, "Keep one of the two"))
+        self.lines[key] = line
+
+    def more(self, closing: str) -> bool:
+        """Whether another element follows; steps over the closing bracket if not."""
+        self.skip_space()
+        if self.peek() == closing:
+            self.position += 1
+            return False
+        if not self.peek():
+            raise _Malformed(len(self.text), f"the file ends where a '{closing}' is missing")
+        return True
+
+    def separator(self, closing: str) -> None:
+        self.skip_space()
+        if self.peek() == ",":
+            self.position += 1
+        elif self.peek() != closing:
+            raise _Malformed(self.position, f"expected ',' or '{closing}'")
+
+    def expect(self, character: str) -> None:
+        self.skip_space()
+        if self.peek() != character:
+            raise _Malformed(self.position, f"expected '{character}'")
+        self.position += 1
+
+    def peek(self) -> str:
+        return self.text[self.position : self.position + 1]
+
+    def skip_space(self) -> None:
+        self.position = _SPACE.match(self.text, self.position).end()  # type: ignore[union-attr]

@@ -1,0 +1,80 @@
+"""The tensors of a Hugging Face model, out of a checkpoint of any layout, one parameter at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.base.problems import JobError, Problem
+from pipeline.checkpoints.manifest import Checkpoint
+from pipeline.checkpoints.proof import Prover
+from pipeline.checkpoints.stored import MASTER, Slice, StoredState
+from pipeline.hugging_face.tensor_map import Entry, tensor_map
+from pipeline.model.config import ModelConfig
+from pipeline.parallel.context import Parallel
+
+
+def proven_state(checkpoint: Checkpoint, allowed: Collection[str], say: Callable[[str], None]) -> StoredState:
+    """What a checkpoint holds, once the digest of each of its files has been seen to match.
+
+    Args:
+        allowed: Names that its files may ask for, from ``--allow_pickle``.
+        say: Prints how far that is, every few seconds.
+
+    Raises:
+        JobError: a file is missing, damaged or foreign, or nothing says what lies where.
+        RuntimeError: as `StoredState`.
+    """
+    path = str(checkpoint.path)
+    if not checkpoint.has_shard_index:
+        rule = "was saved by a version that did not write down what lies where in it"
+        remedy = "Resume the run from it in its own layout, and save"
+        raise JobError([Problem("checkpoint", path, rule, remedy)])
+    if missing := checkpoint.missing:
+        rule = (
+            f"was written by hosts without a common file system, and {len(missing)} of its files are not here"
+        )
+        remedy = f"Copy {missing[0]} and the others from the hosts that wrote them into this folder"
+        raise JobError([Problem("checkpoint", path, rule, remedy)])
+    # All files are here, so that this one process may prove those of every host.
+    prover = Prover(Parallel.single(), 0, allowed, say)
+    if failure := prover.failure(replace(checkpoint, shared=True)):
+        raise JobError([Problem("checkpoint", path, failure, "Name another checkpoint")])
+    return StoredState(checkpoint.path, allowed)
+
+
+def tensors(model: ModelConfig, stored: StoredState) -> Iterator[tuple[str, Tensor]]:
+    """Name and value, in fp32, of every tensor that transformers has for the model, by layer.
+
+    Raises:
+        RuntimeError: the checkpoint does not hold the model's parameters.
+    """
+    entries = tensor_map(model)
+    shapes = {entry.name: entry.shape for entry in entries}
+    held = {name: tuple(cut.full_shape) for name, cut in stored.cuts.items()}
+    if shapes != held:
+        differing = sorted(name for name in shapes | held if shapes.get(name) != held.get(name))
+        raise RuntimeError(f"{stored.path} holds other parameters than its model has: {differing}")
+    for entry in entries:
+        yield from _theirs(entry, stored.read(entry.name, MASTER, _whole(entry)).view(entry.shape))
+
+
+def _whole(entry: Entry) -> Slice:
+    return Slice(None, 1, 0, 0, torch.Size(entry.shape).numel())
+
+
+def _theirs(entry: Entry, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of theirs that one parameter of ours is made of."""
+    for name in entry.theirs:
+        rows = entry.rows_of(name)
+        turned = parameter.t() if entry.transposed else parameter
+        dim = 1 if entry.transposed else 0
+        if np.array_equal(rows, np.arange(len(rows))):
+            # A table without its padding is the beginning of ours, which needs no copy.
+            yield name, turned.narrow(dim, 0, len(rows))
+        else:
+            yield name, turned.index_select(dim, torch.from_numpy(rows))

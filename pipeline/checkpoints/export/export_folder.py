@@ -1,0 +1,148 @@
+"""A checkpoint as a Hugging Face folder: config, tokenizer and weights, which appear together or not."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pipeline.base.atomic_file import sync_files
+from pipeline.base.problems import JobError, Problem
+from pipeline.base.user_input import exists, is_folder
+from pipeline.checkpoints.export.checkpoint_tensors import proven_state, tensors
+from pipeline.checkpoints.export.export_place import ExportPlace
+from pipeline.checkpoints.manifest import Checkpoint
+from pipeline.checkpoints.outputs import output_problems
+from pipeline.checkpoints.stored import StoredState
+from pipeline.data.tokenizer import Tokenizer, vocabulary_problems
+from pipeline.hugging_face.families import config_json, generation_config_json
+from pipeline.hugging_face.safetensors_files import SIZES
+from pipeline.hugging_face.safetensors_writer import FORMATS, write_weights
+from pipeline.job.initial_weights import wanted_tensors
+from pipeline.job.model_files import CONFIG_FILE
+from pipeline.model.config import ModelConfig
+from pipeline.model.parameter_counts import total_parameters
+
+GENERATION_CONFIG = "generation_config.json"
+# Beside weights and tokenizer, room for the small files and the file system's own.
+SPARE_BYTES = 16 * 2**20
+# The files of a folder that may be replaced: those of a model, and what people and the hub put beside them.
+_OF_A_MODEL = re.compile(
+    r"(.*\.(safetensors|json|bin)|merges\.txt|vocab\.txt|tokenizer\.model|README\.md|LICENSE|\.gitattributes)"
+)
+
+
+@dataclass(frozen=True)
+class Export:
+    """What is written where.
+
+    Attributes:
+        folder: Made by the export; an earlier one with a model in it is replaced if `overwrite` says so.
+        dtype: Format of the weights.
+        largest_file: Bytes of tensors in one file.
+        allowed: Names that the checkpoint's files may ask for, from ``--allow_pickle``.
+    """
+
+    checkpoint: Checkpoint
+    model: ModelConfig
+    tokenizer: Tokenizer
+    folder: Path
+    dtype: torch.dtype
+    largest_file: int
+    overwrite: bool
+    allowed: tuple[str, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all weights."""
+        return total_parameters(self.model) * SIZES[FORMATS[self.dtype]]
+
+
+def export_problems(export: Export) -> list[Problem]:
+    """Why the export cannot begin."""
+    problems = list(vocabulary_problems(export.tokenizer, export.model.vocab_size))
+    try:
+        wanted_tensors(export.model)
+    except JobError as error:
+        problems += error.problems
+    return problems + (_folder_problems(export) or _room_problems(export))
+
+
+def _folder_problems(export: Export) -> list[Problem]:
+    folder, key = export.folder, str(export.folder)
+    if problems := output_problems("folder", key):
+        return problems
+    nearest = next(path for path in folder.resolve().parents if exists(path))
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        return [Problem("folder", key, f"{nearest} cannot be written to", "Name another folder")]
+    if exists(folder) and not is_folder(folder):
+        return [Problem("folder", key, "is a file", "Name a folder")]
+    if not exists(folder) or not any(folder.iterdir()):
+        return []
+    if not export.overwrite:
+        remedy = "Name another folder, or give --overwrite to replace it"
+        return [Problem("folder", key, "is there already and not empty", remedy)]
+    others = sorted(each.name for each in folder.iterdir() if not _OF_A_MODEL.fullmatch(each.name))
+    if others or not (folder / CONFIG_FILE).exists():
+        rule = f"is no model's folder: it has {', '.join(others[:3])}" if others else f"has no {CONFIG_FILE}"
+        return [Problem("folder", key, rule, "Name another folder; --overwrite replaces whole folders")]
+    return []
+
+
+def _room_problems(export: Export) -> list[Problem]:
+    nearest = next(path for path in export.folder.resolve().parents if exists(path))
+    free, needed = shutil.disk_usage(nearest).free, export.num_bytes + SPARE_BYTES
+    if free >= needed:
+        return []
+    rule = f"needs {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free there"
+    return [
+        Problem("folder", str(export.folder), rule, "Make room, choose another disk, or a smaller --dtype")
+    ]
+
+
+def write_export(export: Export, report: Callable[[str], None]) -> list[Path]:
+    """Write the folder; it takes its name when all of it is on the disk.
+
+    Returns:
+        The files of weights.
+
+    Raises:
+        JobError: `export_problems`, the checkpoint is damaged, or another process is exporting to there.
+        OSError: the disk is full, or cannot be written; nothing has its name then.
+        RuntimeError: the checkpoint does not hold its model.
+    """
+    if problems := export_problems(export):
+        raise JobError(problems)
+    place = ExportPlace(export.folder.resolve())
+    with place.held():
+        # Once more: a folder may have come back that a crash had left without its name.
+        if problems := export_problems(export):
+            raise JobError(problems)
+        state = proven_state(export.checkpoint, export.allowed, report)
+        place.content.mkdir()
+        files = _fill(export, state, place.content, report)
+        place.publish(report)
+    return [export.folder / file.name for file in files]
+
+
+def _fill(export: Export, state: StoredState, folder: Path, report: Callable[[str], None]) -> list[Path]:
+    end = export.tokenizer.end_of_document
+    name = str(export.dtype).removeprefix("torch.")
+    descriptions = {
+        CONFIG_FILE: config_json(export.model, name, end),
+        GENERATION_CONFIG: generation_config_json(end),
+    }
+    for file, content in descriptions.items():
+        (folder / file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    export.tokenizer.save(folder)
+    report(f"writing {export.num_bytes / 1e6:,.1f} MB of {name} from {export.checkpoint.path}")
+    values = tensors(export.model, state)
+    files = write_weights(folder, wanted_tensors(export.model), values, export.dtype, export.largest_file)
+    sync_files(folder)
+    return files

@@ -1,0 +1,134 @@
+"""Where guards come in to the hub. Until one has proved itself it gets little time, room and attention.
+
+Anybody on the network can connect: a port scanner, a client that has lost its way, another job. None of them
+may keep a rank out, or use the hub's memory and descriptors up. No torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import selectors
+import time
+from collections import Counter
+
+from pipeline.cluster.agent.credential import is_proven, proof
+from pipeline.cluster.agent.descriptors import make_room
+from pipeline.cluster.agent.peers import comes_from_another_user
+from pipeline.cluster.agent.wire import Connection, Message, listen
+
+# A guard speaks as soon as it is connected.
+STRANGER_SECONDS = 10.0
+# Strangers beside as many as there are ranks, which may all come at once.
+MORE_STRANGERS = 64
+# The problems of a job that a guard refuses are the longest first message.
+MAX_HELLO = 2**16
+_ACCEPTS_PER_TURN = 256
+_DESCRIPTORS_BESIDE = 256
+
+
+class Door:
+    """A listening socket, and the connections that have not proved anything yet.
+
+    Args:
+        key: Of the start. With `is_public` everybody can know it: then processes of other users of this
+            machine are turned away, and of other machines all are let in.
+        world_size: Ranks that will come.
+        selector: Where connections are registered, with themselves as data.
+
+    Raises:
+        OSError: the port is taken.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        is_public: bool,
+        world_size: int,
+        selector: selectors.BaseSelector,
+        port: int,
+        everywhere: bool,
+    ) -> None:
+        self._key = key
+        self._is_public = is_public
+        self._most = world_size + MORE_STRANGERS
+        self._selector = selector
+        make_room(self._most + world_size + _DESCRIPTORS_BESIDE)
+        self.listener = listen(port, everywhere)
+        self.listener.setblocking(False)
+        self.port: int = self.listener.getsockname()[1]
+        self._strangers: dict[Connection, tuple[float, str]] = {}  # since when, from where
+        self._nonces: set[str] = set()
+        selector.register(self.listener, selectors.EVENT_READ)
+
+    def __contains__(self, connection: Connection) -> bool:
+        return connection in self._strangers
+
+    def __len__(self) -> int:
+        return len(self._strangers)
+
+    def accept(self) -> None:
+        """Take those who wait outside."""
+        for _ in range(_ACCEPTS_PER_TURN):
+            try:
+                stream, _ = self.listener.accept()
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    self._make_place()
+                return
+            if self._is_public and comes_from_another_user(stream, os.geteuid()):
+                stream.close()
+                continue
+            if len(self._strangers) >= self._most:
+                self._make_place()
+            connection = Connection(stream, MAX_HELLO)
+            self._strangers[connection] = (time.monotonic(), connection.peer)
+            self._selector.register(connection, selectors.EVENT_READ, connection)
+
+    def _make_place(self) -> None:
+        """Part with the oldest of the address that has the most."""
+        if not self._strangers:
+            return
+        (crowd, _), *_ = Counter(peer for _, peer in self._strangers.values()).most_common(1)
+        self.drop(next(each for each, (_, peer) in self._strangers.items() if peer == crowd))
+
+    def is_guard(self, connection: Connection, hello: Message) -> bool:
+        """Whether a first message proves that its sender holds the key. What was said once proves nothing."""
+        nonce = hello.get("nonce")
+        if not is_proven(hello, self._key, "guard", nonce) or nonce in self._nonces:
+            return False
+        self._nonces.add(nonce)
+        connection.send(do="accept", proof=proof(self._key, "hub", nonce))
+        return True
+
+    def admit(self, connection: Connection) -> None:
+        """It is no stranger any more."""
+        del self._strangers[connection]
+        connection.take_all()
+
+    def refuse(self, connection: Connection, reason: str, is_wrong_job: bool = False) -> None:
+        """Tell it why it is not taken, and part."""
+        connection.send(do="refuse", reason=reason, wrong_job=is_wrong_job)
+        self.drop(connection)
+
+    def sweep(self, now: float) -> None:
+        """Part with those that have gone, and with those that have had their time."""
+        for connection, (since, _) in list(self._strangers.items()):
+            connection.flush()
+            if connection.closed or now - since > STRANGER_SECONDS:
+                self.drop(connection)
+
+    def drop(self, connection: Connection) -> None:
+        """Let go of a stranger."""
+        del self._strangers[connection]
+        self._selector.unregister(connection)
+        connection.close()
+
+    def close(self) -> None:
+        """Let go of all, and listen no more. May be called twice."""
+        if self.listener.fileno() < 0:
+            return
+        for connection in list(self._strangers):
+            self.drop(connection)
+        self._selector.unregister(self.listener)
+        self.listener.close()

@@ -1,0 +1,225 @@
+"""What a rank writes: through its guard to the console and to a file of its own. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import shutil
+import signal
+import sys
+import termios
+import tty
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.cluster.agent.outlet import Outlet, PlainLines, Tail
+from pipeline.cluster.agent.owned_process import new_file_in_memory
+
+# Starts of a run whose logs are kept.
+KEPT_STARTS = 10
+# How much of a rank's last output goes with the report of its end.
+_TAIL_LINES = 30
+# What goes to the first host of the log of a rank whose host has a file system of its own, in bytes.
+MAX_GATHERED = 2**20
+# Lies beside the logs, so that a host can tell whether it sees the first host's folder.
+MARK_FILE = ".first_host"
+_START_NAME = re.compile(r"\d{8}-\d{6}")
+_CLOSE_SECONDS = 2.0
+_PIECE = 2**16
+# What one call takes of a stream: a rank that writes without a pause leaves its guard time for the rest.
+_PIECES_PER_CALL = 4
+# More bytes than a pipe (1 MiB at most) or a terminal holds: behind them comes what outlives the rank.
+_PIECES_AT_END = 32
+_MAX_STACKS = 2**20
+
+
+class RankOutput:
+    """The streams of one rank.
+
+    Standard output of every rank is meant for the console: only rank 0 writes there, and whoever tokenizes.
+    Standard error of the other ranks is not: the failures of all ranks but the first are its consequences.
+    Both are in the rank's log, without the drawing of progress bars.
+
+    On a terminal rank 0 gets one, too, so that it draws its progress there.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._console = {1: Outlet(1), 2: Outlet(2) if rank == 0 else None}
+        self._log = Outlet()
+        self._lines = {1: PlainLines(), 2: PlainLines()}
+        self._tail = Tail()
+        self._kept = Tail(MAX_GATHERED)
+        self._streams: dict[int, int] = {}  # reading end -> 1 or 2
+        self._given: list[int] = []
+        self.stacks = new_file_in_memory("stacks")
+        self.folder: Path | None = None
+        self._trouble: OSError | None = None
+        self._said_trouble = False
+
+    def open(self) -> tuple[int, int]:
+        """Descriptors for the rank's standard output and error; call `started` when it has them."""
+        given = []
+        for number in (1, 2):
+            is_terminal = self._rank == 0 and number == 1 and os.isatty(1)
+            reader, writer = _terminal() if is_terminal else os.pipe()
+            os.set_blocking(reader, False)
+            self._streams[reader] = number
+            given.append(writer)
+        self._given = given
+        return given[0], given[1]
+
+    def started(self) -> None:
+        """Let go of the rank's ends."""
+        for descriptor in self._given:
+            os.close(descriptor)
+
+    @property
+    def readers(self) -> tuple[int, ...]:
+        """Readable when `pump` has something to do."""
+        return tuple(self._streams)
+
+    def pump(self) -> list[int]:
+        """Pass on what has come, or the first of it if it is much; the streams that have ended since the last
+        call."""
+        return self._pump(_PIECES_PER_CALL)
+
+    def _pump(self, pieces: int) -> list[int]:
+        ended = [reader for reader, number in self._streams.items() if self._drain(reader, number, pieces)]
+        for reader in ended:
+            del self._streams[reader]
+        return ended
+
+    def _drain(self, reader: int, number: int, pieces: int) -> bool:
+        """Take what is there, and no more than so many pieces; True at the end of the stream."""
+        for _ in range(pieces):
+            try:
+                data = os.read(reader, _PIECE)
+            except BlockingIOError:
+                return False
+            except OSError:  # EIO: the terminal's other end is closed
+                return True
+            if not data:
+                return True
+            self._take(number, data)
+        return False
+
+    def _take(self, number: int, data: bytes) -> None:
+        console = self._console[number]
+        if console is not None:
+            console.write(data)
+        if number == 2:
+            self._tail.feed(data)
+        self.log(self._lines[number].feed(data))
+
+    def log(self, data: bytes) -> None:
+        """Into the rank's log only."""
+        if data:
+            self._log.write(data)
+            self._kept.feed(data)
+
+    def log_to(self, folder: Path) -> None:
+        """The rank's log is in this folder from now on, what has been kept so far included."""
+        if self.folder is None:
+            self.folder = folder
+            self._log.open_file(folder / log_name(self._rank))
+
+    def new_trouble(self) -> str:
+        """Why a log cannot be written here, the first time that one cannot; else nothing."""
+        error = self._log.error or self._trouble
+        if error is None or self._said_trouble:
+            return ""
+        self._said_trouble = True
+        return f"logs cannot be written in {self.folder}: {error.strerror}. The job goes on without them"
+
+    def write_mark(self, mark: str) -> None:
+        """Rank 0: leave a sign for the hosts that share this folder."""
+        assert self.folder is not None
+        with contextlib.suppress(OSError):  # a full disk: every host then sends its logs here
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / MARK_FILE).write_text(mark, encoding="utf-8")
+
+    def kept_elsewhere(self, mark: str) -> str:
+        """The end of this rank's log where its folder is not the first host's; else nothing."""
+        if self.folder is None:
+            return ""
+        try:
+            is_shared = (self.folder / MARK_FILE).read_text(encoding="utf-8") == mark
+        except OSError:
+            is_shared = False
+        return "" if is_shared else self._kept.text
+
+    def add_log_of(self, rank: int, text: str) -> None:
+        """Rank 0: keep the log of a rank of another host, beside its own."""
+        if self.folder is None:
+            return
+        try:
+            (self.folder / log_name(rank)).write_text(text, encoding="utf-8")
+        except OSError as error:  # a full disk: that host has it still
+            self._trouble = error
+
+    def missing_logs(self, ranks: Sequence[int]) -> list[int]:
+        """Rank 0: those of `ranks` whose logs are not in its folder."""
+        if self.folder is None:
+            return []
+        return [rank for rank in ranks if not (self.folder / log_name(rank)).exists()]
+
+    def take_stacks(self) -> str:
+        """What faulthandler has written since the last call."""
+        # The rank writes through the same open file, whose position goes back for it, too.
+        descriptor = self.stacks.fileno()
+        text = os.pread(descriptor, _MAX_STACKS, 0).decode(errors="replace")
+        os.ftruncate(descriptor, 0)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        return text
+
+    def tail(self) -> str:
+        """The last lines of standard error."""
+        return self._tail.lines(_TAIL_LINES)
+
+    def finish(self) -> None:
+        """Take the rest, when the rank has ended."""
+        self._pump(_PIECES_AT_END)
+        for lines in self._lines.values():
+            self.log(lines.rest())
+
+    def close(self) -> None:
+        """Wait a moment for what has not been written."""
+        for outlet in (*self._console.values(), self._log):
+            if outlet is not None:
+                outlet.close(_CLOSE_SECONDS)
+
+
+def log_name(rank: int) -> str:
+    return f"rank_{rank:05}.log"
+
+
+def is_start_name(name: str) -> bool:
+    """Whether a folder of logs is called so: by the time of the start."""
+    return _START_NAME.fullmatch(name) is not None
+
+
+def forget_old_starts(logs: Path) -> None:
+    """Remove all but the last starts' folders in `logs`. One that cannot be removed is no reason to stop."""
+    with contextlib.suppress(OSError):
+        starts = [path for path in logs.iterdir() if path.is_dir() and is_start_name(path.name)]
+        for folder in sorted(starts)[:-KEPT_STARTS]:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _terminal() -> tuple[int, int]:
+    """Both ends of a terminal as wide as this one's, which passes bytes on as they are."""
+    leader, follower = pty.openpty()
+    tty.setraw(follower)
+
+    def copy_size(*_: object) -> None:
+        with contextlib.suppress(OSError):
+            size = fcntl.ioctl(sys.stdout.fileno(), termios.TIOCGWINSZ, b"\0" * 8)
+            fcntl.ioctl(leader, termios.TIOCSWINSZ, size)
+
+    copy_size()
+    signal.signal(signal.SIGWINCH, copy_size)
+    return leader, follower

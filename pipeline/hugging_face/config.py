@@ -1,0 +1,351 @@
+"""Hugging Face's description of a GPT-2, Llama, Qwen2, Qwen3 or Starcoder2 model -> ours. No transformers.
+
+Defaults of absent fields are those of transformers' configuration classes, because its own files may
+leave defaults out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.base.problems import JobError, Problem
+from pipeline.base.suggest import did_you_mean
+from pipeline.model.config import ModelConfig, checked
+
+# Fields that do not touch the training computation: bookkeeping, generation, heads for other tasks.
+# fmt: off
+NEUTRAL = frozenset(
+    (
+        "architectures", "attn_implementation", "bos_token_id", "chunk_size_feed_forward",
+        "cross_attention_hidden_size", "decoder_start_token_id", "do_sample", "dtype", "eos_token_id",
+        "finetuning_task", "gradient_checkpointing", "id2label", "is_decoder", "label2id", "max_length",
+        "min_length", "model_type", "name_or_path", "num_beams", "num_labels", "output_attentions",
+        "output_hidden_states", "pad_token_id", "prefix", "pretraining_tp", "problem_type",
+        "repetition_penalty", "return_dict", "sep_token_id", "summary_activation",
+        "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
+        "task_specific_params", "temperature", "tie_encoder_decoder", "tokenizer_class", "top_k", "top_p",
+        "torch_dtype", "torchscript", "transformers_version", "use_cache",
+    )
+)
+# fmt: on
+
+# Values with which a field means nothing beyond what is built here; other values are refused. The second
+# entry says what the field would do.
+REQUIRED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
+    "scale_attn_weights": ((True,), "attention scores are always divided by sqrt(head_dim)"),
+    "scale_attn_by_inverse_layer_idx": ((False,), "attention scores are not scaled by layer"),
+    "reorder_and_upcast_attn": ((False,), "attention is not upcast to fp32"),
+    "add_cross_attention": ((False,), "there is no encoder to attend to"),
+    "is_encoder_decoder": ((False,), "there is no encoder"),
+    "pruned_heads": ((None, {}), "heads cannot be pruned"),
+    "quantization_config": ((None,), "weights are trained unquantized"),
+    "rope_interleaved": ((False,), "rotary positions pair component i with i + head_dim / 2"),
+    "use_mrope": ((False,), "positions have one dimension"),
+    "partial_rotary_factor": ((None, 1, 1.0), "positions rotate the whole head"),
+    "layer_types": ((None,), "every layer attends to all earlier tokens"),
+    "auto_map": ((None, {}), "a model with code of its own may compute anything"),
+}
+
+_ACTIVATIONS = {
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu": "gelu",
+}
+
+
+def model_from_hugging_face(values: dict[str, Any], source: str) -> ModelConfig:
+    """The model that a config.json describes.
+
+    Args:
+        values: Its content, with ``model_type``.
+        source: The file, used as the model's name and in problems.
+
+    Raises:
+        JobError: another kind, unknown or unsupported fields, impossible sizes; all of them.
+    """
+    kind = values["model_type"]
+    if not isinstance(kind, str) or kind not in KINDS:
+        rule = f"is not a kind of model that can be built: {', '.join(KINDS)}"
+        raise JobError([Problem(f"{source}: model_type", kind, rule, did_you_mean(str(kind), KINDS))])
+    fields = _Fields(values, source)
+    model = KINDS[kind](fields)
+    fields.refuse_the_rest(kind)
+    if fields.problems:
+        raise JobError(fields.problems)
+    return checked(model, source)
+
+
+@dataclass
+class _Fields:
+    """Typed access to a file's fields; remembers which were read and what was wrong."""
+
+    values: dict[str, Any]
+    source: str
+    read: set[str] = field(default_factory=set)
+    problems: list[Problem] = field(default_factory=list)
+
+    def get(self, name: str, default: Any, *aliases: str) -> Any:
+        """The field under its name or an alias (GPT-2's have two each); `default` if absent."""
+        self.read.update((name, *aliases))
+        given = [alias for alias in (name, *aliases) if alias in self.values]
+        if any(self.values[alias] != self.values[given[0]] for alias in given):
+            rule = f"differs from {given[0]} = {self.values[given[0]]}, another name of the same size"
+            self.refuse(given[-1], self.values[given[-1]], rule, "Keep one of the two")
+        return self.values[given[0]] if given else default
+
+    def whole(self, name: str, default: int, *aliases: str) -> int:
+        """A size of at least 1; 1 stands in for a wrong one, which is noted."""
+        value = self.get(name, default, *aliases)
+        if type(value) is int and value >= 1:
+            return value
+        self.refuse(name, value, "must be a whole number of at least 1", "Correct the size")
+        return 1
+
+    def whole_or(self, name: str, default: int) -> int:
+        """A size that may be absent or null, which both mean `default`."""
+        if self.get(name, None) is None:
+            return default
+        return self.whole(name, default)
+
+    def number(self, name: str, default: float) -> float:
+        value = self.get(name, default)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return float(value)
+        self.refuse(name, value, "must be a number", "Correct the value")
+        return default
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.get(name, default)
+        if isinstance(value, bool):
+            return value
+        self.refuse(name, value, "must be true or false", "Correct the value")
+        return default
+
+    def quotient(self, name: str, size: int, divisor: int, parts: str) -> int:
+        """size / divisor, which must be whole."""
+        if size % divisor:
+            rule = f"does not divide by {divisor} {parts}: {size} / {divisor} = {size / divisor:.2f}"
+            self.refuse(name, size, rule, f"Use a multiple of {divisor}")
+        return max(1, size // divisor)
+
+    def refuse(self, name: str, value: object, rule: str, remedy: str) -> None:
+        self.problems.append(Problem(f"{self.source}: {name}", value, rule, remedy))
+
+    def refuse_the_rest(self, kind: str) -> None:
+        """Problems for fields that nothing has read: known to be unsupported, or unknown."""
+        for name, value in self.values.items():
+            if name in self.read or name in NEUTRAL or name.startswith("_"):
+                continue
+            if name in REQUIRED_VALUES:
+                accepted, rule = REQUIRED_VALUES[name]
+                if value not in accepted:
+                    self.refuse(name, value, f"is not supported: {rule}", _use(accepted))
+            else:
+                rule = f"is not a known field of {kind} models and might change the computation"
+                self.refuse(name, value, rule, "Remove it if it does not")
+
+
+def _use(accepted: tuple[Any, ...]) -> str:
+    words = {None: "null", True: "true", False: "false"}
+    value = accepted[0]
+    return f"Set it to {words.get(value, value)}, if the model allows that"
+
+
+def _gpt2(fields: _Fields) -> ModelConfig:
+    hidden = fields.whole("n_embd", 768, "hidden_size")
+    heads = fields.whole("n_head", 12, "num_attention_heads")
+    positions = fields.whole("n_positions", 1024, "max_position_embeddings")
+    fields.get("n_ctx", positions)  # an old second name of n_positions, which transformers ignores
+    return ModelConfig(
+        name=fields.source,
+        vocab_size=fields.whole("vocab_size", 50257),
+        hidden_size=hidden,
+        num_layers=fields.whole("n_layer", 12, "num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=fields.quotient("n_embd", hidden, heads, "heads"),
+        ffn_hidden_size=fields.whole_or("n_inner", 4 * hidden),
+        max_position_embeddings=positions,
+        norm_eps=fields.number("layer_norm_epsilon", 1e-5),
+        activation=_activation(fields, "activation_function", "gelu_new"),
+        tied=fields.flag("tie_word_embeddings", True),
+        dropout=_dropout(fields, "resid_pdrop", "embd_pdrop", 0.1),
+        attention_dropout=fields.number("attn_pdrop", 0.1),
+        init_std=fields.number("initializer_range", 0.02),
+    )
+
+
+def _activation(fields: _Fields, name: str, default: str) -> Any:
+    value = fields.get(name, default)
+    if isinstance(value, str) and value in _ACTIVATIONS:
+        return _ACTIVATIONS[value]
+    fields.refuse(name, value, "is not built here", did_you_mean(str(value), _ACTIVATIONS))
+    return "gelu"
+
+
+def _dropout(fields: _Fields, residual: str, embedding: str, default: float) -> float:
+    rate, other = fields.number(residual, default), fields.number(embedding, default)
+    if rate != other:
+        rule = f"differs from {residual} = {rate:g}; one rate serves embedding and residual branches"
+        fields.refuse(embedding, other, rule, "Make the two equal")
+    return rate
+
+
+def _llama(fields: _Fields) -> ModelConfig:
+    """Llama puts one flag on the biases of q, k, v and output projection, one on the feed-forward's."""
+    attention, feed_forward = fields.flag("attention_bias", False), fields.flag("mlp_bias", False)
+    if attention != feed_forward:
+        rule = (
+            f"differs from attention_bias = {str(attention).lower()}; linear layers have biases all or none"
+        )
+        fields.refuse("mlp_bias", feed_forward, rule, "Make the two equal")
+    heads = fields.whole("num_attention_heads", 32)
+    return _rotary(
+        fields,
+        vocab_size=fields.whole("vocab_size", 32000),
+        ffn_hidden_size=fields.whole("intermediate_size", 11008),
+        num_heads=heads,
+        num_kv_heads=fields.whole_or("num_key_value_heads", heads),
+        max_position_embeddings=fields.whole("max_position_embeddings", 2048),
+        bias=attention,
+        qkv_bias=attention,
+    )
+
+
+def _qwen2(fields: _Fields, **more: Any) -> ModelConfig:
+    """Qwen2 always has biases on q, k and v, and nowhere else. Absent num_key_value_heads mean 32."""
+    heads = fields.whole("num_attention_heads", 32)
+    groups = fields.get("num_key_value_heads", 32)
+    _no_sliding_window(fields)
+    return _rotary(
+        fields,
+        vocab_size=fields.whole("vocab_size", 151936),
+        ffn_hidden_size=fields.whole("intermediate_size", 22016),
+        num_heads=heads,
+        num_kv_heads=heads if groups is None else fields.whole("num_key_value_heads", 32),
+        max_position_embeddings=fields.whole("max_position_embeddings", 32768),
+        **{"bias": False, "qkv_bias": True, **more},
+    )
+
+
+def _qwen3(fields: _Fields) -> ModelConfig:
+    """Qwen2 with norms of q and k instead of biases. An absent head_dim means 128."""
+    if fields.flag("attention_bias", False):
+        rule = "is not supported: q, k, v and the output projection would have biases, the rest none"
+        fields.refuse("attention_bias", True, rule, "Set it to false, if the model allows that")
+    return _qwen2(fields, qkv_bias=False, qk_norm=True, head_dim=fields.whole("head_dim", 128))
+
+
+def _starcoder2(fields: _Fields) -> ModelConfig:
+    """Rotary positions and grouped heads around GPT-2's norms and feed-forward layer."""
+    if (window := fields.get("sliding_window", None)) is not None:
+        rule = "is not supported: every layer attends to all earlier tokens"
+        fields.refuse("sliding_window", window, rule, "Set it to null, if the model allows that")
+    bias = fields.flag("use_bias", True)
+    return _rotary(
+        fields,
+        hidden_size=fields.whole("hidden_size", 3072),
+        num_layers=fields.whole("num_hidden_layers", 30),
+        vocab_size=fields.whole("vocab_size", 49152),
+        ffn_hidden_size=fields.whole("intermediate_size", 12288),
+        num_heads=fields.whole("num_attention_heads", 24),
+        num_kv_heads=fields.whole("num_key_value_heads", 2),
+        max_position_embeddings=fields.whole("max_position_embeddings", 4096),
+        norm="layernorm",
+        norm_eps=fields.number("norm_epsilon", 1e-5),
+        activation=_activation(fields, "hidden_act", "gelu_pytorch_tanh"),
+        bias=bias,
+        qkv_bias=bias,
+        tied=fields.flag("tie_word_embeddings", True),
+        dropout=_dropout(fields, "residual_dropout", "embedding_dropout", 0.0),
+        init_std=fields.number("initializer_range", 0.018042),
+    )
+
+
+def _no_sliding_window(fields: _Fields) -> None:
+    """Sliding windows act in layers from max_window_layers on, and only where they are switched on."""
+    fields.get("sliding_window", None)
+    on = fields.flag("use_sliding_window", False)
+    first = fields.get("max_window_layers", 28)
+    layers = fields.get("num_hidden_layers", 32)
+    numbers = isinstance(first, int) and isinstance(layers, int)
+    if on and "layer_types" not in fields.values and numbers and first < layers:
+        rule = f"is not supported: layers {first} to {layers - 1} would see a window of the earlier tokens"
+        fields.refuse("use_sliding_window", True, rule, "Set it to false, if the model allows that")
+
+
+def _rotary(fields: _Fields, **sizes: Any) -> ModelConfig:
+    """What all but GPT-2 have in common; `sizes` says what this kind has of its own."""
+    if "hidden_size" not in sizes:
+        sizes["hidden_size"] = fields.whole("hidden_size", 4096)
+    if "activation" not in sizes:
+        sizes |= _rms_norm_and_swiglu(fields)
+    _full_attention_only(fields)
+    head_dim = sizes.pop("head_dim", 0) or fields.whole_or("head_dim", 0)
+    if not head_dim:
+        head_dim = fields.quotient("hidden_size", sizes["hidden_size"], sizes["num_heads"], "heads")
+    return ModelConfig(
+        name=fields.source,
+        head_dim=head_dim,
+        position="rotary",
+        rope_theta=_rope_theta(fields),
+        attention_dropout=fields.number("attention_dropout", 0.0),
+        **sizes,
+    )
+
+
+def _rms_norm_and_swiglu(fields: _Fields) -> dict[str, Any]:
+    """What Llama and Qwen have in common beside."""
+    if fields.get("hidden_act", "silu") not in ("silu", "swish"):
+        fields.refuse("hidden_act", fields.values["hidden_act"], "is not built here", "Use silu")
+    return {
+        "num_layers": fields.whole("num_hidden_layers", 32),
+        "norm": "rmsnorm",
+        "norm_eps": fields.number("rms_norm_eps", 1e-6),
+        "activation": "swiglu",
+        "tied": fields.flag("tie_word_embeddings", False),
+        "dropout": 0.0,
+        "init_std": fields.number("initializer_range", 0.02),
+    }
+
+
+def _full_attention_only(fields: _Fields) -> None:
+    types = fields.get("layer_types", None)
+    if types is not None and (not isinstance(types, list) or set(map(str, types)) != {"full_attention"}):
+        rule, remedy = REQUIRED_VALUES["layer_types"][1], "Use full_attention in each layer"
+        fields.refuse("layer_types", types, f"is not supported: {rule}", remedy)
+
+
+def _rope_theta(fields: _Fields) -> float:
+    """The base frequency, at the top (older files) or among the rotary parameters; rescaling is refused."""
+    theta = fields.number("rope_theta", 10000.0)
+    scaling, parameters = fields.get("rope_scaling", None), fields.get("rope_parameters", None)
+    name, given = ("rope_scaling", scaling) if scaling else ("rope_parameters", parameters)
+    if not given:
+        return theta
+    if not isinstance(given, dict) or not _plain_rotary(given):
+        rule = "is not supported: only the default rotary frequencies over the whole head are built"
+        fields.refuse(name, given, rule, "Use a model without rope scaling")
+        return theta
+    return float(given.get("rope_theta", theta))
+
+
+def _plain_rotary(parameters: dict[str, Any]) -> bool:
+    """Whether rotary parameters hold a base frequency and nothing that changes the formula."""
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    known = parameters.keys() <= {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
+    theta = parameters.get("rope_theta", 1.0)
+    number = isinstance(theta, (int, float)) and not isinstance(theta, bool)
+    return known and number and kind == "default" and parameters.get("partial_rotary_factor", 1) in (None, 1)
+
+
+KINDS: dict[str, Callable[[_Fields], ModelConfig]] = {
+    "gpt2": _gpt2,
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "starcoder2": _starcoder2,
+}

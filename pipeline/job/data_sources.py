@@ -1,0 +1,231 @@
+"""What the options say about data: training sources with their weights, and named validation sets. No torch.
+
+    --data PATH...                  one source, all its documents in one order
+    --data PATH=WEIGHT...           one source each; the weights add up to 1
+    --data_blend FILE.json          the same with names and several paths per source
+    --validation NAME=PATH...       sets of their own, evaluated by name; one NAME may come several times
+
+A blend file holds ``{"sources": [{"name": "books", "data": ["books", "more.txt"], "weight": 0.7}, ...]}``;
+`data` may be a single path, `name` may be left out. Comments are allowed. Paths count from the current
+folder, as those of ``--data`` do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from pipeline.base.json_reader import read_json
+from pipeline.base.problems import JobError, Problem
+from pipeline.base.suggest import did_you_mean
+from pipeline.base.user_input import exists
+from pipeline.data.corpus import data_problems
+from pipeline.data.remote import is_remote, readable
+from pipeline.job.options import Options
+
+# How far from 1 the weights' sum may be: thirds written with six digits are meant well.
+SUM_TOLERANCE = Fraction(1, 100_000)
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,3})?")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_KEYS = frozenset({"name", "data", "weight"})
+
+
+@dataclass(frozen=True)
+class SourceSpec:
+    """Where some of the documents come from.
+
+    Attributes:
+        name: For the console, the metrics and the checkpoint.
+        paths: Files and folders; none means the embedded corpus.
+        weight: Share of the samples, above 0; the sources' weights add up to 1.
+    """
+
+    name: str
+    paths: tuple[str, ...]
+    weight: Fraction = Fraction(1)
+
+
+def one_source(paths: Sequence[str]) -> tuple[SourceSpec, ...]:
+    """All `paths` as a single source."""
+    return (SourceSpec(", ".join(map(readable, paths)) or "standard library", tuple(paths)),)
+
+
+def training_sources(options: Options) -> tuple[SourceSpec, ...]:
+    """The sources to train on, weights made to add up to exactly 1.
+
+    Raises:
+        JobError: with every problem of names and weights; paths are not looked at.
+    """
+    key, sources, problems = "data", list(one_source(options.data)), []
+    if options.data_blend is not None:
+        key = "data_blend"
+        sources, problems = _read_blend(options.data_blend)
+        if options.data:
+            rule = "says what to train on a second time, beside --data"
+            problems.append(Problem(key, options.data_blend, rule, "Give one of the two"))
+    elif any(_weighted(path) for path in options.data):
+        sources, problems = _weighted_paths(options.data)
+    problems += [] if problems else _weight_problems(key, sources)
+    if problems:
+        raise JobError(problems)
+    total = sum(source.weight for source in sources)
+    return tuple(SourceSpec(source.name, source.paths, source.weight / total) for source in sources)
+
+
+def validation_sets(options: Options) -> tuple[SourceSpec, ...]:
+    """The named validation sets, in the order of their first mention.
+
+    Raises:
+        JobError: an entry is not NAME=PATH.
+    """
+    sets: dict[str, tuple[str, ...]] = {}
+    problems = []
+    for entry in options.validation:
+        name, equals, path = entry.partition("=")
+        if not equals or not path or not _NAME.fullmatch(name):
+            rule = "is not NAME=PATH with a name of letters, digits, dots, dashes and underscores"
+            problems.append(
+                Problem(
+                    "validation", readable(entry), rule, "Write, for example, --validation books=books.txt"
+                )
+            )
+        else:
+            sets[name] = (*sets.get(name, ()), path)
+    if problems:
+        raise JobError(problems)
+    return tuple(SourceSpec(name, paths) for name, paths in sets.items())
+
+
+def source_problems(options: Options) -> Iterator[Problem]:
+    """Everything that is wrong with the data's description and paths, found without reading the data."""
+    for key, find in (("data", training_sources), ("validation", validation_sets)):
+        try:
+            specs = find(options)
+        except JobError as error:
+            yield from error.problems
+            continue
+        for spec in specs:
+            yield from (replace(problem, key=key) for problem in data_problems(spec.paths))
+
+
+def known_sources(options: Options) -> tuple[SourceSpec, ...]:
+    """The training sources; none where their description is wrong, which `source_problems` says."""
+    try:
+        return training_sources(options)
+    except JobError:
+        return ()
+
+
+def training_paths(options: Options) -> tuple[str, ...]:
+    """Paths of all training sources."""
+    return tuple(path for source in known_sources(options) for path in source.paths)
+
+
+def validation_paths(options: Options) -> tuple[str, ...]:
+    """Paths of all validation sets; none where their description is wrong, which `source_problems` says."""
+    try:
+        return tuple(path for each in validation_sets(options) for path in each.paths)
+    except JobError:
+        return ()
+
+
+def _weighted(entry: str) -> tuple[str, Fraction] | None:
+    """PATH and WEIGHT of an entry that has both. A file whose name ends in =NUMBER is a path, and so is an
+    address with a query."""
+    path, equals, weight = entry.rpartition("=")
+    if not equals or not path or not _NUMBER.fullmatch(weight) or exists(entry):
+        return None
+    if is_remote(entry) and "?" in path:
+        return None
+    return path, Fraction(weight)
+
+
+def _weighted_paths(entries: Sequence[str]) -> tuple[list[SourceSpec], list[Problem]]:
+    pairs = {entry: _weighted(entry) for entry in entries}
+    sources = [SourceSpec(readable(pair[0]), (pair[0],), pair[1]) for pair in map(_weighted, entries) if pair]
+    rule = "has no weight, and other paths have one"
+    remedy = "Write PATH=WEIGHT for each path, or use --data_blend for sources of several paths"
+    problems = [
+        Problem("data", readable(entry), rule, remedy) for entry, pair in pairs.items() if pair is None
+    ]
+    return sources, problems
+
+
+def _read_blend(path: str) -> tuple[list[SourceSpec], list[Problem]]:
+    document = read_json(Path(path), "data_blend", "a JSON of sources and weights")
+    if document.problems:
+        return [], list(document.problems)
+    problems = [
+        Problem(
+            document.where(key), document.values[key], "there is no such key", did_you_mean(key, ["sources"])
+        )
+        for key in document.values
+        if key != "sources"
+    ]
+    entries = document.values.get("sources")
+    if not isinstance(entries, list) or not entries:
+        remedy = 'Write {"sources": [{"data": PATH, "weight": 0.7}, ...]}'
+        return [], [*problems, Problem("data_blend", path, "has no list of sources", remedy)]
+    sources = []
+    for number, entry in enumerate(entries):
+        wrong = list(_entry_problems(f"sources[{number}] ({path})", entry))
+        problems += wrong
+        if not wrong:
+            paths = (entry["data"],) if isinstance(entry["data"], str) else tuple(entry["data"])
+            sources.append(
+                SourceSpec(
+                    entry.get("name", ", ".join(map(readable, paths))), paths, Fraction(str(entry["weight"]))
+                )
+            )
+    return sources, problems
+
+
+def _entry_problems(key: str, entry: Any) -> Iterator[Problem]:
+    """What is wrong with the form of one source of a blend file."""
+    if not isinstance(entry, dict):
+        yield Problem(key, entry, "is no object", 'Write {"data": PATH, "weight": 0.7}')
+        return
+    for name in sorted(entry.keys() - _KEYS):
+        yield Problem(f"{key}.{name}", entry[name], "there is no such key", did_you_mean(name, _KEYS))
+    data, weight, name = entry.get("data"), entry.get("weight"), entry.get("name", "unnamed")
+    paths = [data] if isinstance(data, str) else data
+    if not isinstance(paths, list) or not paths or not all(isinstance(path, str) and path for path in paths):
+        yield Problem(f"{key}.data", data, "must be a path or a list of paths", "Name this source's files")
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)):
+        yield Problem(f"{key}.weight", weight, "must be a number", "Give the source's share of the samples")
+    if not isinstance(name, str) or not name:
+        yield Problem(f"{key}.name", name, "must be a text", "Name the source, or leave the key out")
+
+
+def _weight_problems(key: str, sources: Sequence[SourceSpec]) -> list[Problem]:
+    problems = [
+        Problem(
+            key, f"{source.name}={float(source.weight):g}", "a weight is above 0", "Raise it, or leave it out"
+        )
+        for source in sources
+        if source.weight <= 0
+    ]
+    problems += [
+        Problem(key, name, "is named twice", "Add its weights up, or give the sources names of their own")
+        for name in _repeated(source.name for source in sources)
+    ]
+    total = sum(source.weight for source in sources)
+    if not problems and abs(total - 1) > SUM_TOLERANCE:
+        shares = ", ".join(f"{source.name} {float(source.weight / total):.6f}" for source in sources)
+        weights = " + ".join(f"{float(source.weight):g}" for source in sources)
+        rule = f"the weights add up to {float(total):g}, not 1"
+        problems.append(Problem(key, weights, rule, f"In the same proportions they are {shares}"))
+    return problems
+
+
+def _repeated(names: Iterable[str]) -> list[str]:
+    seen, twice = set(), []
+    for name in names:
+        if name in seen:
+            twice.append(name)
+        seen.add(name)
+    return twice

@@ -1,0 +1,180 @@
+"""A program on a host of the job, spoken with line by line: over ssh, as the launcher goes, or here.
+
+Nothing here ever asks the user: ssh gets BatchMode, so that it fails where it would prompt, and no option
+that accepts a host key. Which keys are trusted is the user's own configuration.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import shlex
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import IO
+
+from pipeline.cluster.agent.descriptors import make_room
+
+CONNECT_SECONDS = 10
+# A peer that answers nothing for 2 x 5 seconds is gone.
+_SSH = (
+    "ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}",
+    "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=2", "-o", "ControlPath=none",
+)  # fmt: skip
+_MOST_KEPT = 64 * 1024
+_GRACE_SECONDS = 3.0
+# Open files of this process for each program that runs: three pipes, and while it is started three more.
+_DESCRIPTORS = 6
+_DESCRIPTORS_BESIDE = 128
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a program has said beside its answers.
+
+    Attributes:
+        noise: Standard output that was no answer, such as the words of a shell's start-up file.
+        errors: Standard error.
+        return_code: None if it had to be ended. ssh returns 255 for its own failures.
+    """
+
+    noise: str
+    errors: str
+    return_code: int | None
+
+
+class Session:
+    """One running program whose standard input and output are lines; answers begin with `mark`.
+
+    The program must end when its standard input does: that is how a lost connection, and a caller that is
+    killed, end it.
+
+    Raises:
+        OSError: the command cannot be started, as when there is no ssh.
+    """
+
+    def __init__(self, command: Sequence[str], mark: str) -> None:
+        self._mark = mark
+        self._answers: queue.Queue[tuple[str, float] | None] = queue.Queue()
+        self._noise: list[str] = []
+        self._errors: list[str] = []
+        self._unsaid: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._ended = False
+        # A session of its own: the terminal's Ctrl-C reaches the caller, which then closes this.
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True, errors="replace", start_new_session=True,
+        )  # fmt: skip
+        self._readers = [
+            threading.Thread(target=self._read_answers, args=(self._process.stdout,), daemon=True),
+            threading.Thread(target=self._read_errors, args=(self._process.stderr,), daemon=True),
+        ]
+        writer = threading.Thread(target=self._write_lines, args=(self._process.stdin,), daemon=True)
+        for thread in (*self._readers, writer):
+            thread.start()
+
+    def _write_lines(self, stream: IO[str]) -> None:
+        # A broken pipe: the program's end is seen where the next answer is missed.
+        with contextlib.suppress(OSError), stream:
+            while (line := self._unsaid.get()) is not None:
+                stream.write(line + "\n")
+                stream.flush()
+
+    def _read_answers(self, stream: IO[str]) -> None:
+        kept = 0
+        for line in stream:
+            before, mark, answer = line.partition(self._mark)
+            if mark:
+                self._answers.put((answer.strip(), time.time()))
+            if before.strip() and kept < _MOST_KEPT:
+                kept += len(before)
+                self._noise.append(before)
+        self._answers.put(None)
+
+    def _read_errors(self, stream: IO[str]) -> None:
+        for line in stream:
+            if sum(map(len, self._errors)) < _MOST_KEPT:
+                self._errors.append(line)
+
+    def answer(self, deadline: float) -> tuple[str, float] | None:
+        """The next answer and the time it came at (of time.time).
+
+        None if the program ended, or `deadline` (of time.monotonic) passed, without one.
+        """
+        try:
+            found = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            return None
+        self._ended = self._ended or found is None
+        return found
+
+    @property
+    def ended(self) -> bool:
+        """Whether all of its output has been read, and there will be no more."""
+        return self._ended
+
+    def say(self, line: str) -> None:
+        """Send one line, of any length. A host that does not read holds nobody up; a program that has ended
+        does not mind."""
+        self._unsaid.put(line)
+
+    def end_input(self) -> None:
+        """Ask for its end."""
+        self._unsaid.put(None)
+
+    def await_end(self, deadline: float) -> None:
+        """Wait until `deadline` (of time.monotonic), and kill what is left on this side."""
+        try:
+            self._process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def said(self, deadline: float) -> Said:
+        """What it has said, when it has ended; a process of its own that holds its output is waited for until
+        `deadline`."""
+        self._process.wait()
+        for reader in self._readers:
+            reader.join(max(0.0, deadline - time.monotonic()))
+        code = self._process.returncode if self._ended else None
+        return Said("".join(self._noise), "".join(self._errors), code)
+
+
+def remote_command(host: str, script: str, ssh_port: int | None = None) -> list[str]:
+    """The ssh command that runs a script of sh, of one line, on `host`, whatever its login shell is."""
+    port = [] if ssh_port is None else ["-p", str(ssh_port)]
+    return [*_SSH, *port, "--", host, f"exec sh -c {shlex.quote(script)}"]
+
+
+def srun_command(host: str, script: str) -> list[str]:
+    """The same through Slurm, inside an allocation: for clusters whose hosts take no ssh logins."""
+    where = ["--nodes=1", "--ntasks=1", "--overlap", "--quiet", f"--nodelist={host.rpartition('@')[2]}"]
+    # srun passes the caller's environment on, and that login was not this host's.
+    return ["srun", *where, "sh", "-c", f"unset SSH_CONNECTION; {script}"]
+
+
+def local_command(script: str) -> list[str]:
+    """The same on this machine."""
+    return ["sh", "-c", script]
+
+
+def close_all(sessions: Sequence[Session]) -> list[Said]:
+    """End their input, wait shortly for their end, and kill those that are left. All have the same time: a
+    hundred that hang take no longer than one."""
+    for session in sessions:
+        session.end_input()
+    deadline = time.monotonic() + _GRACE_SECONDS
+    for session in sessions:
+        session.await_end(deadline)
+    deadline = time.monotonic() + _GRACE_SECONDS
+    return [session.said(deadline) for session in sessions]
+
+
+def room_for(sessions: int) -> None:
+    """Let so many run at once."""
+    make_room(_DESCRIPTORS * sessions + _DESCRIPTORS_BESIDE)

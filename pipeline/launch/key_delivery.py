@@ -1,0 +1,106 @@
+"""Brings the key of a start to its hosts: over the way of the host checks, and there through standard input.
+
+The name of the file is drawn by chance and stands on command lines; its content does not. Guards remove it
+when all of them have come, and the launch itself where not all did. What a start that was killed has left is
+removed by a later one, after a day.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+
+from pipeline.cluster.hostfile import Host
+from pipeline.launch.host_check.ask import Way
+from pipeline.launch.host_check.reach import failure_of, no_client
+from pipeline.launch.host_check.session import Said, Session, close_all, room_for
+
+DELIVERY_SECONDS = 60.0
+# At the end of a start, which a host that is gone must not hold up.
+WITHDRAWAL_SECONDS = 10.0
+# Every host has it, and a home folder may be read-only. /dev/shm is emptied at a user's last logout.
+FOLDER = "/tmp"
+_BEGINNING = ".launch_key_"
+_MARK = "KEY:"
+# Lines before the key are for start-up files of shells that ask something. Hosts may share the folder. Each
+# writes a file whose name is drawn there: one made from the path, which is on a command line, could be
+# foreseen by another user, who would own the file.
+_SCRIPT = (
+    "umask 077; find {folder} -maxdepth 1 -type f -user \"$(id -u)\" -name '{beginning}*' -mmin +1440 "
+    "-exec rm -f {{}} + 2>/dev/null; while read -r line; do case $line in key=*) break;; esac; done; "
+    'case $line in key=*) own=$(mktemp {path}.XXXXXXXX) && printf %s "${{line#key=}}" >"$own" && '
+    'mv -f "$own" {path} && echo {mark};; *) false;; esac || exit 3; cat >/dev/null'
+)
+_NOT_WRITTEN = 3
+
+
+class NotDelivered(Exception):
+    """Hosts that do not have the key; the message names them, with the reason and what to do."""
+
+
+def deliver_key(hosts: Sequence[Host], way: Way, key: str, seconds: float = DELIVERY_SECONDS) -> str:
+    """Leave the key on every host, in parallel; the path of its file there. No host keeps it where this
+    fails, or is interrupted.
+
+    Raises:
+        NotDelivered: some host does not have it.
+    """
+    path = f"{FOLDER}/{_BEGINNING}{secrets.token_hex(16)}"
+    sessions: list[Session] = []
+    try:
+        _leave_key(hosts, way, key, path, sessions, seconds)
+    except BaseException:  # a request to stop included
+        withdraw_key(hosts[: len(sessions)], way, path, min(seconds, WITHDRAWAL_SECONDS))
+        raise
+    return path
+
+
+def _leave_key(
+    hosts: Sequence[Host], way: Way, key: str, path: str, sessions: list[Session], seconds: float
+) -> None:
+    """`sessions`: grows by one for each host that is asked."""
+    room_for(len(hosts))
+    try:
+        for host in hosts:
+            names = {"folder": FOLDER, "beginning": _BEGINNING, "path": path, "mark": _MARK}
+            command = way(host, _SCRIPT.format(**names))
+            try:
+                session = Session(command, _MARK)
+            except OSError as error:
+                failure = no_client(command[0], error)
+                raise NotDelivered(f"{failure.rule}. {failure.remedy}") from error
+            sessions.append(session)
+            session.say(f"\n\nkey={key}")
+        deadline = time.monotonic() + seconds
+        has = [session.answer(deadline) is not None for session in sessions]
+    finally:
+        said = close_all(sessions)
+    problems = [
+        f"{host.name}: {_why(host, words)}"
+        for host, there, words in zip(hosts, has, said, strict=True)
+        if not there
+    ]
+    if problems:
+        raise NotDelivered("\n".join(problems))
+
+
+def withdraw_key(hosts: Sequence[Host], way: Way, path: str, seconds: float = WITHDRAWAL_SECONDS) -> None:
+    """Remove the key's file from every host that answers, in parallel."""
+    sessions: list[Session] = []
+    try:
+        for host in hosts:
+            sessions.append(Session(way(host, f"rm -f {path} {path}.* && echo {_MARK}"), _MARK))
+        deadline = time.monotonic() + seconds
+        for session in sessions:
+            session.answer(deadline)
+    finally:
+        close_all(sessions)
+
+
+def _why(host: Host, said: Said) -> str:
+    if said.return_code == _NOT_WRITTEN:
+        words = said.errors.strip().splitlines()[-1:] or ["nothing"]
+        return f"the key of this start cannot be left in {FOLDER} there (it says: {words[0][:200]})"
+    failure = failure_of(said)
+    return f"{failure.rule}. {failure.remedy.replace('{host}', host.name)}"

@@ -1,0 +1,40 @@
+"""Commands whose reader leaves, and what their help says of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def first_line(*arguments: str) -> tuple[str, str, int]:
+    """What a reader that leaves after one line gets, what is on standard error, and the exit code."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, *arguments], cwd=ROOT, **pipes) as process:
+        line = process.stdout.readline()
+        process.stdout.close()
+        return line, process.stderr.read(), process.wait(60)
+
+
+@pytest.mark.parametrize("command", ["check", "reshard"])
+def test_help_names_the_command_and_a_reader_may_leave(command: str) -> None:
+    line, errors, _ = first_line("-m", f"pipeline.{command}", "--help")
+    assert line == f"usage: python -m pipeline.{command} [launcher options] [job options]\n"
+    assert errors == ""
+
+
+@pytest.mark.parametrize("flush", ["", ", flush=True"])
+def test_a_command_whose_reader_has_left_ends_with_1(flush: str) -> None:
+    write = f"[print('line'{flush}) for _ in range(100_000)]"
+    script = f"from pipeline.base.command import run_command\nrun_command(lambda: {write} and 0)"
+    assert first_line("-c", script) == ("line\n", "", 1)
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_a_commands_code_is_the_process_code(code: int) -> None:
+    script = f"from pipeline.base.command import run_command\nrun_command(lambda: print('line') or {code})"
+    assert first_line("-c", script) == ("line\n", "", code)

@@ -1,0 +1,127 @@
+"""A hub in this process, and guards with stand-in ranks beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+
+from pipeline.cluster.agent.credential import introduce
+from pipeline.cluster.agent.hub import Hub
+from pipeline.cluster.agent.hub_settings import HubSettings
+from pipeline.cluster.agent.roster import Verdict
+from pipeline.cluster.agent.ticket import Ticket, encode
+
+STAND_IN = Path(__file__).with_name("stand_in.py")
+TIMEOUT = 6.0
+KEY = "a key that nobody guesses"
+
+
+class Start:
+    """A hub in this process, and guards beside it. `arguments`: of the job, from the hub; without any they
+    stand on the guards' command lines."""
+
+    def __init__(
+        self,
+        folder: Path,
+        step_timeout: float | None = None,
+        world_size: int = 3,
+        arguments: tuple[str, ...] = (),
+    ) -> None:
+        self.folder = folder
+        self.said: list[str] = []
+        self.world_size = world_size
+        self.arguments = arguments
+        self.key_file = folder / "key"
+        self.write_key(KEY)
+        settings = HubSettings(world_size, KEY, TIMEOUT, step_timeout, arguments=arguments)
+        self.hub = Hub(settings, self.said.append)
+        self.guards: list[subprocess.Popen] = []
+
+    def guard(
+        self,
+        rank: int,
+        *job: str,
+        before: tuple[str, ...] = (),
+        elsewhere: Mapping[str, object] = MappingProxyType({}),
+        **changes: object,
+    ) -> None:
+        """Start the guard of `rank`. `elsewhere`: another place; `changes`: other values in its ticket."""
+        values = {
+            "hosts": (("here", self.world_size),),
+            "address": "127.0.0.1",
+            "port": self.hub.port,
+            "key_file": str(self.key_file),
+            "failure_timeout": TIMEOUT,
+        }
+        ticket = Ticket(**values | changes)  # type: ignore[arg-type]
+        place = {
+            "RANK": rank,
+            "WORLD_SIZE": self.world_size,
+            "LOCAL_RANK": rank,
+            "LOCAL_SIZE": self.world_size,
+        }
+        environment = os.environ | {name: str(value) for name, value in place.items()}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "CROSS_RANK": "0"}
+        environment |= {name: str(value) for name, value in elsewhere.items()}
+        line = () if self.arguments else (str(self.folder), *job)
+        command = [*before, sys.executable, str(STAND_IN), "--local_rank=0", encode(ticket), *line]
+        with (self.folder / f"console{rank}").open("w") as out:
+            self.guards.append(subprocess.Popen(command, env=environment, stdout=out, stderr=out))
+
+    def write_key(self, key: str) -> None:
+        self.key_file.touch(0o600)
+        self.key_file.write_text(key)
+
+    def hello(self, **changes: object) -> bytes:
+        """What a guard says first. `changes`: other fields; None leaves one out."""
+        values = {"rank": 0, "host_number": 0, "host": "x", "world_size": self.world_size, "port": 1}
+        values |= introduce(KEY) | changes
+        return (
+            json.dumps({name: value for name, value in values.items() if value is not None}).encode() + b"\n"
+        )
+
+    def all(self, *job: str) -> None:
+        for rank in range(self.world_size):
+            self.guard(rank, *job)
+
+    def ranks(self) -> list[dict]:
+        """What each rank has written about itself; waits for all of them."""
+        files = [self.folder / "ranks" / f"{rank}.json" for rank in range(self.world_size)]
+        self.until(lambda: all(file.exists() for file in files))
+        return [json.loads(file.read_text()) for file in files]
+
+    def until(self, condition, seconds: float = 20) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, (self.said, self.hub.roster)
+            self.hub.poll(0.05)
+
+    def verdict(self, seconds: float = 20) -> Verdict:
+        self.until(lambda: self.hub.verdict is not None, seconds)
+        self.hub.linger(3)
+        return self.hub.verdict
+
+    def codes(self) -> list[int]:
+        return [guard.wait(5) for guard in self.guards]
+
+    def log(self, rank: int) -> str:
+        (file,) = self.folder.glob(f"logs/*/rank_{rank:05}.log")
+        return file.read_text()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    made = Start(tmp_path)
+    yield made
+    made.hub.close()
+    for guard in made.guards:
+        guard.kill()
+        guard.wait()

@@ -1,0 +1,308 @@
+"""Strangers at the hub's door, and a false hub before a guard: real sockets, on this host."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.cluster.agent import door
+from pipeline.cluster.agent import hub as hub_module
+from pipeline.cluster.agent.contact import Contact
+from pipeline.cluster.agent.credential import (
+    forget_key,
+    introduce,
+    is_proven,
+    key_in_memory,
+    new_key,
+    proof,
+    read_key,
+)
+from pipeline.cluster.agent.hub import Hub
+from pipeline.cluster.agent.hub_settings import HubSettings, Limits
+from pipeline.cluster.agent.messages import ORDERS, is_order, is_report
+from pipeline.cluster.agent.peers import comes_from_another_user, is_inside, leads_to_another_user
+from pipeline.cluster.agent.ticket import Ticket
+from pipeline.cluster.rank_environment import RankEnvironment
+
+KEY = "the key"
+TIMEOUT = 6.0
+PLACE = RankEnvironment(1, 2, 1, 2, "127.0.0.1", 29500)
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    made = Hub(HubSettings(2, KEY, TIMEOUT, None), lambda _: None)
+    yield made
+    made.close()
+
+
+def hello(**changes: object) -> bytes:
+    values = {"rank": 1, "host_number": 0, "host": "h", "world_size": 2} | introduce(KEY) | changes
+    return json.dumps(values).encode() + b"\n"
+
+
+def until(hub: Hub, condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        hub.poll(0.02)
+
+
+def connect(hub: Hub) -> socket.socket:
+    stream = socket.create_connection(("127.0.0.1", hub.port), timeout=5)
+    stream.settimeout(0.0)
+    return stream
+
+
+def is_let_go(stream: socket.socket) -> bool:
+    try:
+        return stream.recv(2**16) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
+
+
+def test_a_crowd_that_says_nothing_keeps_no_rank_out(hub: Hub) -> None:
+    with contextlib.ExitStack() as stack:
+        crowd = [
+            stack.enter_context(contextlib.closing(connect(hub))) for _ in range(3 * door.MORE_STRANGERS)
+        ]
+        until(hub, lambda: len(hub._door) == door.MORE_STRANGERS + 2)
+        guard = stack.enter_context(contextlib.closing(connect(hub)))
+        guard.sendall(hello())
+        until(hub, lambda: 1 in hub.roster.states)
+        assert sum(is_let_go(each) for each in crowd) >= 2 * door.MORE_STRANGERS - 2
+        assert hub.roster.failures == [] and not is_let_go(guard)
+
+
+def test_a_client_that_is_stuck_is_parted_with(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "STRANGER_SECONDS", 0.3)
+    with contextlib.closing(connect(hub)) as stuck:
+        stuck.sendall(hello()[:20])
+        until(hub, lambda: len(hub._door) == 1)
+        until(hub, lambda: is_let_go(stuck))
+    assert len(hub._door) == 0 and hub.roster.states == {}
+
+
+def test_a_first_message_without_an_end_is_not_kept(hub: Hub) -> None:
+    with contextlib.closing(connect(hub)) as stranger:
+        stranger.setblocking(True)
+
+        def speak() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    stranger.sendall(b"x" * 2**16)
+
+        thread = threading.Thread(target=speak, daemon=True)
+        thread.start()
+        until(hub, lambda: not thread.is_alive(), 10)
+    assert len(hub._door) == 0
+
+
+def test_what_was_said_once_proves_nothing_again(hub: Hub) -> None:
+    words = hello()
+    with contextlib.closing(connect(hub)) as guard, contextlib.closing(connect(hub)) as echo:
+        guard.sendall(words)
+        until(hub, lambda: 1 in hub.roster.states)
+        echo.sendall(words)
+        until(hub, lambda: is_let_go(echo))
+        assert hub.roster.failures == [] and not is_let_go(guard)
+
+
+def test_another_world_is_a_wrong_job_on_both_sides(hub: Hub) -> None:
+    """Hosts that are started one by one may have been given different hostfiles."""
+    with contextlib.closing(connect(hub)) as guard:
+        guard.sendall(hello(world_size=3, host="h2"))
+        until(hub, lambda: hub.verdict is not None)
+        guard.setblocking(True)
+        answers = [json.loads(line) for line in guard.recv(2**16).splitlines()]
+    assert hub.verdict.outcome(1).exit_code == 2
+    assert "h2 was started for 3 ranks, and rank 0 for 2" in hub.verdict.message
+    assert [answer["do"] for answer in answers] == ["accept", "refuse"] and answers[1]["wrong_job"]
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        {"is": "progress"},
+        {"is": "progress", "phase": "dancing", "step": 1},
+        {"is": "progress", "phase": "training", "step": "1"},
+        {"is": "failure", "kind": "lost", "step": 1, "message": "m", "text": 7},
+        {"is": "signal", "signal": "SIGKILL"},
+        {"is": "ended", "code": "0", "by_guard": False, "tail": ""},
+        {"is": "unheard of"},
+        {},
+    ],
+)
+def test_a_report_that_makes_no_sense_ends_its_sender_only(hub: Hub, report: dict) -> None:
+    assert not is_report(report)
+    with contextlib.closing(connect(hub)) as guard:
+        guard.sendall(hello() + json.dumps(report).encode() + b"\n")
+        until(hub, lambda: bool(hub.roster.failures))
+    assert "contact with its guard on h is lost" in hub.roster.failures[0].message
+
+
+def test_only_rank_0_says_where_the_logs_are(hub: Hub, tmp_path: Path) -> None:
+    with contextlib.closing(connect(hub)) as guard:
+        guard.sendall(hello() + json.dumps({"is": "folder", "path": str(tmp_path)}).encode() + b"\n")
+        guard.sendall(b'{"is": "saved", "step": 7}\n{"is": "progress", "phase": "training", "step": 3}\n')
+        until(hub, lambda: hub.roster.step == 3)
+        assert hub._logs is None and hub.roster.saved is None
+
+
+def test_logs_of_very_many_ranks_do_not_cut_rank_0_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "MAX_UNSENT", 4 * 2**20)
+    hub = Hub(HubSettings(2, KEY, TIMEOUT, None), lambda _: None)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.closing(hub))
+        first = stack.enter_context(contextlib.closing(connect(hub)))  # reads nothing
+        other = stack.enter_context(contextlib.closing(connect(hub)))
+        for stream, rank in ((first, 0), (other, 1)):
+            stream.sendall(hello(rank=rank, port=1))
+            until(hub, lambda rank=rank: rank in hub.roster.states)
+        other.setblocking(True)
+        log = json.dumps({"is": "log", "text": "x" * 2**20}).encode() + b"\n"
+        thread = threading.Thread(target=lambda: other.sendall(20 * log), daemon=True)
+        thread.start()
+        until(hub, lambda: not thread.is_alive(), 20)
+        assert hub.roster.failures == []
+        assert hub._guards[0].unsent < 4 * 2**20
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b'{"do": "accept", "proof": "' + b"0" * 64 + b'"}\n',
+        b'{"do": "start", "address": "h", "port": 1, "environment": {"LD_PRELOAD": "x"}, '
+        b'"arguments": [], "logs": null, "mark": ""}\n',
+        b"SSH-2.0-OpenSSH\n",
+    ],
+)
+def test_a_false_hub_is_not_obeyed(answer: bytes) -> None:
+    """As when the launch has died, and another user of its host listens at its port."""
+    with socket.create_server(("127.0.0.1", 0)) as false:
+        ticket = Ticket(hosts=(("h", 2),), address="127.0.0.1", port=false.getsockname()[1])
+        contact = Contact(ticket, KEY, PLACE, {"rank": 1}, Limits.of(TIMEOUT))
+        stream, _ = false.accept()
+        with stream:
+            assert KEY.encode() not in stream.recv(2**16)
+            stream.sendall(answer)
+            deadline = time.monotonic() + 5
+            while not contact.lost and time.monotonic() < deadline:
+                assert contact.receive() == []
+        assert "is not this job's launch" in contact.lost
+        contact.close()
+
+
+def test_what_waits_for_a_hub_does_not_grow() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        ticket = Ticket(hosts=(("h", 2),), address="127.0.0.1", port=silent.getsockname()[1])
+        contact = Contact(ticket, KEY, PLACE, {"rank": 1}, Limits.of(TIMEOUT))
+        contact.send(step=1, **{"is": "saved"})
+        for step in range(100):
+            contact.send(phase="training", step=step, **{"is": "progress"})
+        kept = [(each["is"], each["step"]) for each in contact._unsent]
+        assert kept == [("saved", 1), ("progress", 99)]
+        contact.close()
+
+
+def test_proofs() -> None:
+    """The digest is that of RFC 2104 with SHA-256, computed with OpenSSL."""
+    key, words = "key", "guard nonce"
+    made = subprocess.run(
+        ["openssl", "dgst", "-sha256", "-hmac", key], input=words, capture_output=True, text=True, check=True
+    )
+    expected = made.stdout.split()[-1]
+    assert proof(key, "guard", "nonce") == expected
+    assert is_proven({"proof": expected}, key, "guard", "nonce")
+    assert not is_proven({"proof": expected}, key, "hub", "nonce")
+    assert not is_proven({"proof": expected}, "yek", "guard", "nonce")
+    assert not is_proven({"proof": expected + "é"}, key, "guard", "nonce")
+    assert len({new_key() for _ in range(100)}) == 100
+
+
+def test_a_key_is_read_from_a_file_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_text(KEY)
+    path.chmod(0o640)
+    with pytest.raises(PermissionError, match="not this user's alone"):
+        read_key(str(path))
+    path.chmod(0o600)
+    assert read_key(str(path)) == KEY
+    if os.geteuid() == 0:
+        os.chown(path, 65534, 65534)
+        with pytest.raises(PermissionError):
+            read_key(str(path))
+    forget_key(str(path))
+    forget_key(str(path))
+    assert not path.exists()
+
+
+def test_a_key_in_memory_is_there_for_this_users_processes(tmp_path: Path) -> None:
+    read = "import sys; from pipeline.cluster.agent.credential import read_key; print(read_key(sys.argv[1]))"
+    with key_in_memory(KEY) as path:
+        forget_key(path)
+        done = subprocess.run([sys.executable, "-c", read, path], capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == KEY
+    assert not Path(path).exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_key_in_memory_is_not_there_for_others() -> None:
+    with key_in_memory(KEY) as path:
+        done = subprocess.run(["cat", path], user=65534, capture_output=True, text=True, check=False)
+    assert done.returncode != 0 and "Permission denied" in done.stderr and KEY not in done.stdout
+
+
+def test_the_other_end_of_a_connection_inside_this_machine() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as mine:
+            theirs, _ = server.accept()
+            with theirs:
+                assert is_inside(mine) and is_inside(theirs)
+                for own, answer in ((os.geteuid(), False), (os.geteuid() + 1, True)):
+                    assert comes_from_another_user(theirs, own) is answer
+                    assert leads_to_another_user(mine, own) is answer
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_without_a_key_another_user_of_the_machine_is_turned_away(address: str) -> None:
+    hub = Hub(HubSettings(2, KEY, TIMEOUT, None, key_is_public=True), lambda _: None, everywhere=True)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.closing(hub))
+        os.seteuid(65534)  # a socket belongs to who makes it
+        try:
+            stranger = stack.enter_context(socket.create_connection((address, hub.port)))
+        finally:
+            os.seteuid(0)
+        stranger.settimeout(0.0)
+        with contextlib.suppress(OSError):
+            stranger.sendall(hello())
+        until(hub, lambda: is_let_go(stranger))
+        assert hub.roster.states == {}
+        guard = stack.enter_context(socket.create_connection((address, hub.port)))
+        guard.sendall(hello())
+        until(hub, lambda: 1 in hub.roster.states)
+
+
+def test_orders_and_reports_that_are_in_use_make_sense() -> None:
+    """The tables know every kind that the code sends."""
+    source = Path(door.__file__).parent
+    hub_says = (source / "hub.py").read_text() + (source / "door.py").read_text()
+    kinds = set(re.findall(r'do="(\w+)"', hub_says))
+    assert "release" in kinds and kinds <= set(ORDERS)
+    assert is_order({"do": "beat"}) and not is_order({"do": "dance"})

@@ -1,0 +1,222 @@
+"""Guards and hub, with stand-in ranks on this host: whoever goes first is named, and nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.agent.guarded import TIMEOUT, Start, start
+from tests.processes import is_running
+
+__all__ = ["start"]
+
+# A parent of guards that is no launcher: it waits.
+PARENT = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"
+
+
+def test_ranks_that_finish(start: Start) -> None:
+    stop = ("--stop_file", str(start.folder / "STOP"))
+    start.all("3", "0.01", *stop)
+    first, *others = [rank["arguments"] for rank in start.ranks()]
+    assert first == [*others[0], "--stop_stamp", first[-1]] and others[0] == others[1]
+    assert first[-1].endswith(f":none:{stop[1]}")
+    verdict = start.verdict()
+    assert (verdict.status, verdict.step) == ("finished", 3)
+    assert start.codes() == [0, 0, 0]
+    outcome = json.loads((start.folder / "outcome.json").read_text())
+    assert outcome["status"] == "finished"
+    for rank in range(3):
+        assert f"rank {rank} of 3" in start.log(rank)
+        assert f"rank {rank} writes on its standard error" in start.log(rank)
+    # The console speaks once.
+    consoles = [(start.folder / f"console{rank}").read_text() for rank in range(3)]
+    assert "step 3\n" in consoles[0] and "standard error" in consoles[0]
+    assert consoles[1:] == ["", ""]
+
+
+def test_the_jobs_arguments_come_from_the_hub_however_long_they_are(tmp_path: Path) -> None:
+    """They are more than the 128 KiB of one argument, which pdsh makes of a whole command line."""
+    odd = ("", "a b", "'", '"', "$HOME", "`id`", "%n", "\n", "ü", "\udcff")
+    many = (f"{number:060d}" for number in range(3000))
+    job = (str(tmp_path), "1", "0", *odd, *many, "--output_dir", str(tmp_path))
+    start = Start(tmp_path, world_size=1, arguments=job)
+    try:
+        start.guard(0)
+        (rank,) = start.ranks()
+        *given, option, stamp = rank["arguments"]
+        assert given == ["--local_rank=0", *job]
+        # The launch may be on another system than rank 0, whose guard has looked for the file that stops it.
+        assert option == "--stop_stamp" and stamp.endswith(f":none:{tmp_path}/STOP")
+        assert start.verdict().status == "finished"
+    finally:
+        start.hub.close()
+    assert start.codes() == [0]
+
+
+def test_ranks_get_the_rendezvous_that_is_free_where_rank_0_is(start: Start) -> None:
+    start.all("1", "0.01")
+    places = [rank["environment"] for rank in start.ranks()]
+    assert {place["MASTER_ADDR"] for place in places} == {"127.0.0.1"}
+    (port,) = {int(place["MASTER_PORT"]) for place in places}
+    assert (port, start.verdict().status) == (start.hub.master[1], "finished")
+    assert port > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "message", "text"),
+    [
+        ("exit=7", "left with exit code 7 before the job's end", "rank 1 writes on its standard error"),
+        ("exit=0", "left with exit code 0 before the job's end", ""),
+        ("signal=SIGKILL", "was killed by SIGKILL (out of memory?)", ""),
+        ("signal=SIGSEGV", "was killed by SIGSEGV", "Fatal Python error: Segmentation fault"),
+        ("raise", "OSError: no space left on rank 1", "in misbehave"),
+    ],
+)
+def test_the_first_rank_that_fails_is_named(start: Start, fault: str, message: str, text: str) -> None:
+    # The others report that they have lost a peer, rank 0 before rank 1 can say a word.
+    # Slow steps: on a busy machine all ranks are there before one goes.
+    start.all("100", "0.5", f"1:3:{fault}", "0:3:peer")
+    pids = [rank["pid"] for rank in start.ranks()]
+    began = time.monotonic()
+    verdict = start.verdict()
+    assert time.monotonic() - began < TIMEOUT + 2
+    assert (verdict.status, verdict.rank, verdict.step, verdict.message) == ("failed", 1, 2, message)
+    assert text in verdict.failure.text
+    assert any("rank 1 on" in line and message in line for line in start.said)
+    assert not any(code == 0 for code in start.codes())
+    assert not any(is_running(pid) for pid in pids)
+    assert json.loads((start.folder / "outcome.json").read_text())["rank"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("status", "code"), [("finished", 0), ("stopped", 3)])
+def test_a_rank_that_dies_after_its_last_word_is_told_and_fails_nothing(
+    start: Start, status: str, code: int
+) -> None:
+    start.all("1000" if status == "stopped" else "3", "0.05", "1:end:signal=SIGABRT")
+    if status == "stopped":
+        start.ranks()
+        start.hub.stop("SIGTERM")
+    assert start.verdict().status == status
+    assert start.codes() == [code] * 3
+    (word,) = [line for line in start.said if "SIGABRT" in line]
+    assert word.startswith("rank 1 on ")
+    assert word.endswith(f": was killed by SIGABRT after the run had {status}; nothing of it is lost")
+
+
+@pytest.mark.slow
+def test_a_refusal_is_no_failure_and_is_said_once(start: Start) -> None:
+    start.all("100", "0.1", "1:1:refuse", "2:1:refuse")
+    verdict = start.verdict()
+    assert (verdict.status, verdict.outcome(1).exit_code) == ("wrong_job", 2)
+    assert start.codes()[1:] == [2, 2]
+    assert sum("lacks a file" in line for line in start.said) == 1
+
+
+@pytest.mark.slow
+def test_every_rank_stops_when_it_is_asked_to_and_leaves_with_its_code(start: Start) -> None:
+    start.all("1000", "0.05")
+    start.ranks()
+    assert start.hub.stop("SIGUSR1")
+    verdict = start.verdict()
+    assert (verdict.status, verdict.message) == ("stopped", "SIGUSR1")
+    assert start.codes() == [3, 3, 3]
+
+
+def test_a_signal_to_a_guard_is_its_ranks(start: Start) -> None:
+    """What a launcher or a batch system tells its child processes arrives in the rank."""
+    start.all("1000", "0.05")
+    start.ranks()
+    for guard in start.guards:
+        guard.send_signal(signal.SIGTERM)
+    assert start.verdict().status == "stopped"
+    assert start.codes() == [3, 3, 3]
+
+
+@pytest.mark.slow
+def test_a_hung_step_shows_the_stacks_of_all_ranks(tmp_path: Path) -> None:
+    start = Start(tmp_path, step_timeout=1.5)
+    start.all("400", "0.2", "0:4:hang", "1:4:hang", "2:4:hang")
+    pids = [rank["pid"] for rank in start.ranks()]
+    verdict = start.verdict(30)
+    assert "no progress for" in verdict.message and "after step 3" in verdict.message
+    assert "ranks 0-2 in misbehave (stand_in.py:" in verdict.message
+    assert "misbehave" in verdict.failure.text
+    for rank in range(3):
+        assert "misbehave" in start.log(rank)
+    assert not any(is_running(pid) for pid in pids)
+    assert not any(code == 0 for code in start.codes())
+
+
+@pytest.mark.parametrize("victim", ["guard", "hub", "parent"])
+def test_ranks_end_with_what_owns_them(start: Start, victim: str) -> None:
+    start.guard(0, "1000", "0.05")
+    start.guard(1, "1000", "0.05", before=(sys.executable, "-c", PARENT))
+    start.guard(2, "1000", "0.05")
+    ranks = start.ranks()
+    if victim == "hub":
+        start.hub.close()
+    else:
+        os.kill(ranks[1]["guard"] if victim == "guard" else start.guards[1].pid, signal.SIGKILL)
+        verdict = start.verdict()
+        expected = "contact with its guard" if victim == "guard" else "the launcher that started it is gone"
+        assert (verdict.status, verdict.rank) == ("failed", 1) and expected in verdict.message
+    assert not any(code == 0 for code in start.codes())
+    deadline = time.monotonic() + TIMEOUT
+    while any(is_running(pid) for rank in ranks for pid in (rank["pid"], rank["guard"])):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_guard_that_falls_silent_is_lost(start: Start) -> None:
+    """As when a cable is cut: its connection stands, and nothing comes, its log neither."""
+    start.all("1000", "0.05")
+    ranks = start.ranks()
+    start.until(lambda: list(start.folder.glob("logs/*/rank_00002.log")))
+    os.kill(ranks[2]["guard"], signal.SIGSTOP)
+    (log,) = start.folder.glob("logs/*/rank_00002.log")
+    log.unlink()
+    verdict = start.verdict()
+    missing = (
+        f"No logs have come of rank 2 ({socket.gethostname()}): what there is of them is in {log.parent}"
+    )
+    assert f"{missing} there." in start.said
+    assert (verdict.status, verdict.rank) == ("failed", 2) and "nothing was heard" in verdict.message
+    assert start.guards[0].wait(5) != 0 and start.guards[1].wait(5) != 0
+    os.kill(ranks[2]["guard"], signal.SIGCONT)
+    assert start.guards[2].wait(10) != 0
+    assert not any(is_running(rank["pid"]) for rank in ranks)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_stop_before_ranks_have_begun_is_no_failure(start: Start, number: signal.Signals) -> None:
+    """Two guards wait for the third; whatever the order, there is nothing to save."""
+    start.guard(1, "1000", "0.05")
+    start.guard(2, "1000", "0.05")
+    start.until(lambda: len(start.hub.roster.states) == 2)
+    assert start.hub.stop(number.name)
+    start.guard(0, "1000", "0.05")
+    verdict = start.verdict()
+    assert (verdict.status, verdict.step, verdict.outcome(1).exit_code) == ("stopped", 0, 3)
+    assert verdict.message == f"{number.name} before the first step"
+    assert start.codes() == [3, 3, 3]
+    assert start.said == [] or "Rank 0 is on" in start.said[0]
+
+
+@pytest.mark.slow
+def test_without_a_launch_rank_0_has_the_hub(start: Start) -> None:
+    start.hub.close()
+    for rank in range(3):
+        start.guard(rank, "1000", "0.05", "2:9:signal=SIGKILL", address="", port=0, key_file="", hosts=())
+    assert not any(guard.wait(30) == 0 for guard in start.guards)
+    assert "rank 2 on" in (start.folder / "console0").read_text()
+    assert json.loads((start.folder / "outcome.json").read_text())["rank"] == 2

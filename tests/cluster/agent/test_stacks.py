@@ -1,0 +1,56 @@
+"""Who holds up a hung job, from the stacks of its ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.cluster.agent.stacks import grouped_stacks
+
+
+def stack(file: str, line: int, function: str) -> str:
+    """As faulthandler writes it: a helper thread, then the main one, innermost frames first."""
+    return (
+        'Thread 0x00007f1 (most recent call first):\n  File "/x/threading.py", line 331 in wait\n\n'
+        f'Current thread 0x00007f2 (most recent call first):\n  File "/x/{file}", line {line} in {function}\n'
+        '  File "/x/pretrain.py", line 1 in <module>\n'
+    )
+
+
+GATHER = stack("distributed_c10d.py", 4287, "all_gather")
+BROADCAST = stack("distributed_c10d.py", 3151, "broadcast")
+READING = stack("loader.py", 7, "read")
+LOSS = stack("loop.py", 3, "loss")
+
+
+@pytest.mark.parametrize(
+    ("stacks", "suspect", "summary"),
+    [
+        # A stopped process writes nothing.
+        ([GATHER, BROADCAST, GATHER, ""], 3, "rank 3 gave no answer"),
+        ([GATHER, READING, None, GATHER], 2, "rank 2 gave no answer"),
+        ([GATHER, BROADCAST, READING, GATHER], 2, "rank 2 in read (loader.py:7)"),
+        (
+            [GATHER, READING],
+            1,
+            "rank 0 in all_gather (distributed_c10d.py:4287); rank 1 in read (loader.py:7)",
+        ),
+        # All wait, one of them elsewhere.
+        ([GATHER, GATHER, BROADCAST], 2, "ranks 0-1 in all_gather"),
+        # On a GPU nobody is seen to wait.
+        ([LOSS, READING, LOSS], 1, "rank 1 in read (loader.py:7)"),
+        ([GATHER, BROADCAST], None, "rank 0 in all_gather"),
+        ([READING, READING], None, "ranks 0-1 in read (loader.py:7)"),
+        ([None, "", GATHER], None, "ranks 0-1 gave no answer"),
+        ([READING], None, "rank 0 in read"),
+    ],
+)
+def test_the_rank_that_the_others_wait_for(stacks: list, suspect: int | None, summary: str) -> None:
+    found = grouped_stacks({r: text for r, text in enumerate(stacks) if text is not None}, range(len(stacks)))
+    assert found.suspect == suspect
+    assert summary in found.summary
+
+
+def test_equal_stacks_are_shown_once() -> None:
+    text = grouped_stacks({0: GATHER, 1: GATHER.replace("7f2", "7f9"), 2: ""}, [0, 1, 2]).text
+    assert text.count("all_gather") == 1
+    assert "--- stacks of ranks 0-1\n" in text and text.endswith("--- stacks of rank 2\nno answer")

@@ -1,0 +1,116 @@
+"""Who is none of a start's guards: another job's, another world's, a stranger. It learns and ends nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+
+import pytest
+
+from pipeline.cluster.agent.wire import Connection
+from tests.cluster.agent.guarded import Start, start
+
+__all__ = ["start"]
+
+
+def test_another_jobs_guard_is_turned_away(start: Start) -> None:
+    start.write_key("another")
+    start.guard(0, "5", "0.01")
+    start.until(lambda: start.guards[0].poll() is not None)
+    assert start.guards[0].returncode == 1
+    assert start.hub.roster.states == {}
+    assert not (start.folder / "ranks").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"hosts": (("here", 4),)}, "the world that was checked has 4 ranks"),
+        ({"hosts": (("here", 1), ("there", 2))}, "belongs to host here, which was checked with 1 ranks"),
+    ],
+)
+def test_a_world_other_than_the_checked_one_is_refused(start: Start, change: dict, said: str) -> None:
+    """The launch hears of it, too: launchers lose exit codes."""
+    start.guard(0, "5", "0.01", **change)
+    verdict = start.verdict()
+    assert (verdict.status, verdict.outcome(1).exit_code) == ("wrong_job", 2)
+    assert said in verdict.message and sum(said in line for line in start.said) == 1
+    assert start.codes() == [2] and not (start.folder / "ranks").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        b"GET / HTTP/1.1\n",
+        b"[" * 200_000 + b"\n",
+        b"{}\n",
+        b'{"nonce": "1", "proof": "2", "wrong_world": "end"}\n',
+        b'{"nonce": 1, "proof": ["2"]}\n',
+        {"proof": "0" * 64},
+        {"nonce": "0" * 32},
+        {"nonce": None},
+        {"rank": 3},
+        {"rank": -1},
+        {"rank": True},
+        {"host_number": None},
+    ],
+)
+def test_a_stranger_learns_nothing_and_ends_nothing(start: Start, words: bytes | dict) -> None:
+    if isinstance(words, dict):
+        words = start.hello(**words) + b'{"is": "signal", "signal": "SIGTERM"}\n'
+    with socket.create_connection(("127.0.0.1", start.hub.port)) as stranger:
+        stranger.sendall(words)
+        stranger.settimeout(0.0)
+        answer = b""
+
+        def is_let_go() -> bool:
+            nonlocal answer
+            try:
+                piece = stranger.recv(4096)
+            except BlockingIOError:
+                return False
+            except ConnectionResetError:
+                return True
+            answer += piece
+            return not piece
+
+        start.until(is_let_go)
+    assert not answer or json.loads(answer.splitlines()[-1])["do"] == "refuse"
+    assert (start.hub.roster.states, start.hub.roster.failures, start.hub.verdict) == ({}, [], None)
+
+
+def test_a_stranger_who_never_pauses_holds_nobody_up() -> None:
+    ours, theirs = socket.socketpair()
+    connection = Connection(ours)
+
+    def flood() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                theirs.sendall(b"x" * 2**20)
+
+    thread = threading.Thread(target=flood, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 20
+    while not connection.closed:
+        assert connection.receive() == [] and time.monotonic() < deadline
+    connection.close()
+    theirs.close()
+    thread.join(5)
+
+
+def test_without_a_launch_hosts_of_two_worlds_are_a_wrong_job(start: Start) -> None:
+    """As when each host is started by hand (--no_ssh), and one was given another hostfile."""
+    start.hub.close()
+    direct = {"address": "", "port": 0, "key_file": "", "hosts": ()}
+    for rank, size in ((0, 2), (1, 3)):
+        here = {"WORLD_SIZE": size, "LOCAL_RANK": 0, "LOCAL_SIZE": 1, "MASTER_ADDR": socket.gethostname()}
+        start.guard(rank, "2000", "0.05", elsewhere=here, **direct)
+    assert [guard.wait(90) for guard in start.guards] == [2, 2]
+    said = (
+        f"error: {socket.gethostname()} was started for 3 ranks, and rank 0 for 2; give every host the same"
+    )
+    for rank in range(2):
+        assert (start.folder / f"console{rank}").read_text().count(said) == 1

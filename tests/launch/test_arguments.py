@@ -1,0 +1,87 @@
+"""Arguments of launch.sh: what is the launcher's and what is the job's; impossible ones are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.base.problems import Problem
+from pipeline.cluster.launcher_options import LauncherOptions, launcher_problems, split_arguments
+from pipeline.launch import campaign, launch
+from pipeline.launch.run import Result
+
+
+def test_launcher_options_are_taken_out_wherever_they_stand() -> None:
+    options, job = split_arguments(
+        "--data a b --hostfile=hosts --seed 1 --num_gpus 4 --include_x -e h1 --resume never".split()
+    )
+    assert options == LauncherOptions(hostfile="hosts", num_gpus=4, exclude="h1")
+    assert job == "--data a b --seed 1 --include_x --resume never".split()
+
+
+def test_job_arguments_arrive_as_they_are() -> None:
+    given = ["--sample_prompt", 'it\'s "a b" $X', "--data", "a b"]
+    assert split_arguments(given) == (LauncherOptions(), given)
+
+
+def test_abbreviations_are_left_to_the_job_which_refuses_them() -> None:
+    assert split_arguments(["--num_g", "2"])[1] == ["--num_g", "2"]
+
+
+@pytest.mark.parametrize("arguments", ["--num_gpus two", "--launcher carrier_pigeon", "--hostfile"])
+def test_values_of_the_wrong_type_end_with_code_2(arguments: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        split_arguments(arguments.split())
+    assert caught.value.code == 2
+
+
+def problems_of(arguments: str) -> list[Problem]:
+    return launcher_problems(split_arguments(arguments.split())[0])
+
+
+def test_impossible_launcher_options_are_collected() -> None:
+    problems = problems_of(
+        "--master_port 70000 --ssh_port 0 --stop_timeout -1 --failure_timeout 1 --step_timeout 0 --no_ssh"
+    )
+    assert [problem.key for problem in problems] == [
+        "master_port", "ssh_port", "stop_timeout", "failure_timeout", "step_timeout", "no_ssh",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "0"])
+def test_a_time_that_never_comes_is_refused(value: str) -> None:
+    assert [problem.key for problem in problems_of(f"--stop_timeout {value}")] == ["stop_timeout"]
+
+
+@pytest.mark.parametrize("key", ["master_addr", "launch_addr"])
+def test_an_address_is_one_and_nothing_that_a_shell_would_read(key: str) -> None:
+    users_and_ports = ("me@h1", "me@10.0.0.1", "h1:22", "h:1:2", "[::1]")
+    for bad in ("", "h1 h2", "h1;id", "-x", "fe80::1%eth0", *users_and_ports):
+        assert [p.key for p in launcher_problems(LauncherOptions(**{key: bad}))] == [key], bad
+    for good in ("h1.example.org", "10.0.0.1", "fe80::1"):
+        assert launcher_problems(LauncherOptions(**{key: good})) == []
+
+
+def test_a_place_below_the_first_host_is_refused() -> None:
+    (problem,) = problems_of("--no_ssh --node_rank -1 --master_addr h1")
+    assert problem.rule == "hosts are counted from 0"
+
+
+def test_a_wrong_job_starts_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(campaign, "start_once", lambda *_: pytest.fail("something was started"))
+    arguments = "--hostfile no/such/file --master_port 0 --seq_length -3 --train_steps -1"
+    assert launch.main(arguments.split()) == 2
+    printed = " ".join(capsys.readouterr().err.split())
+    assert "no/such/file" in printed
+    assert "master_port" in printed
+    assert "seq_length" in printed
+    assert "train_steps" in printed
+
+
+def test_the_dict_for_deepspeed_is_printed_before_the_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(campaign, "start_once", lambda *_: Result(0))
+    assert launch.main(["--print_config", "--output_dir", str(tmp_path)]) == 0
+    assert '"train_micro_batch_size_per_gpu"' in capsys.readouterr().out
