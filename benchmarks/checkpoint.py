@@ -29,7 +29,7 @@ from benchmarks.report import Report, paired_ratio, spread
 from benchmarks.setting import Setting, choose_device, choose_model, require_positive
 from benchmarks.workers import WorkerGroup
 from pipeline.base.problems import EXIT_WRONG_JOB, JobError, Problem
-from pipeline.base.suggest import did_you_mean
+from pipeline.base.words import did_you_mean
 from pipeline.job.report import console, print_problems
 from pipeline.model.parameter_counts import total_parameters
 

@@ -31,7 +31,7 @@ from benchmarks.setting import Dtype, Setting, choose_device, choose_model, requ
 from benchmarks.trainer import counterpart
 from benchmarks.workers import Round, WorkerGroup
 from pipeline.base.problems import EXIT_WRONG_JOB, JobError, Problem
-from pipeline.base.suggest import did_you_mean
+from pipeline.base.words import did_you_mean
 from pipeline.cluster.devices import visible_gpus
 from pipeline.job.report import console, print_problems
 from pipeline.model.flops import training_flops_per_token

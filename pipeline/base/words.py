@@ -1,6 +1,24 @@
-"""Small things of language. No torch."""
+"""Words for messages: numbers of things, choices, the nearest existing name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
 
 
 def counted(number: int, name: str) -> str:
     """``1 rank``, ``2 ranks``."""
     return f"{number:,} {name}{'' if number == 1 else 's'}"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A remedy for an unknown name: the likely spelling, or the whole choice."""
+    choice = sorted(known)
+    near = get_close_matches(name.lower(), choice, n=1, cutoff=0.6)
+    return f"The nearest name is {near[0]}" if near else f"Choose from {', '.join(choice)}"
+
+
+def listed(numbers: Iterable[int]) -> str:
+    """``1, 2 or 4``."""
+    names = [str(number) for number in numbers]
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.atomic_file import sync_files
+from pipeline.base.files import sync_files
 from pipeline.base.problems import JobError, Problem
 from pipeline.checkpoints.digests import digest_of
 from pipeline.checkpoints.folder import (

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from pipeline.base.atomic_file import remove_tree, remove_unfinished, replaced_atomically, sync_folder
+from pipeline.base.files import remove_tree, remove_unfinished, replaced_atomically, sync_folder
 from pipeline.checkpoints.lineage import LINEAGE
 from pipeline.checkpoints.manifest import (
     CHOOSE_ANOTHER,

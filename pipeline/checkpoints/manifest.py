@@ -29,7 +29,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pipeline.base.atomic_file import replaced_atomically
+from pipeline.base.files import replaced_atomically
 from pipeline.base.problems import JobError, Problem
 from pipeline.checkpoints.digests import ALGORITHMS, digest_of
 from pipeline.checkpoints.lineage import Branches, parse_branches, read_lineage

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from pipeline.base.locking import file_lock
+from pipeline.base.files import file_lock
 from pipeline.base.problems import JobError, Problem
 from pipeline.base.user_input import exists
 from pipeline.checkpoints.lineage import LINEAGE

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.atomic_file import sync_folder
+from pipeline.base.files import sync_folder
 from pipeline.checkpoints.background import WriteReport, Writing, describe_failure
 from pipeline.checkpoints.file_systems import FileSystems, find_file_systems
 from pipeline.checkpoints.folder import (

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.atomic_file import replaced_atomically, sync_folder
+from pipeline.base.files import replaced_atomically, sync_folder
 from pipeline.checkpoints.folder import PARTIAL
 from pipeline.checkpoints.manifest import size_of
 from pipeline.checkpoints.written import WrittenFile

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from pipeline.base.mounts import is_local
+from pipeline.base.files import is_local
 from pipeline.base.problems import JobError, Problem
 from pipeline.cluster.lease import (
     FolderLease,

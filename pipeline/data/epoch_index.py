@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.base.locking import file_lock
+from pipeline.base.files import file_lock
 from pipeline.data.document_sets import DocumentSet
 from pipeline.data.shuffle import Order
 

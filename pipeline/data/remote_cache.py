@@ -26,8 +26,7 @@ from types import TracebackType
 from typing import Any, BinaryIO
 from urllib.parse import quote, urlsplit
 
-from pipeline.base.atomic_file import replaced_atomically
-from pipeline.base.locking import file_lock
+from pipeline.base.files import file_lock, replaced_atomically
 from pipeline.base.problems import JobError, Problem
 from pipeline.data.remote import Bundle, RemoteObject, RemoteStore, is_remote, shown
 

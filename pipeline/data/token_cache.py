@@ -6,8 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from pipeline.base.atomic_file import sync_folder
-from pipeline.base.locking import file_lock
+from pipeline.base.files import file_lock, sync_folder
 from pipeline.base.problems import JobError, Problem
 from pipeline.data.corpus import Corpus
 from pipeline.data.preparation import Rules, cache_identity, usual_workers, write_tokens

@@ -22,7 +22,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from pipeline.base.atomic_file import replaced_atomically, sync_folder
+from pipeline.base.files import replaced_atomically, sync_folder
 from pipeline.base.problems import JobError, Problem
 from pipeline.data.corpus import Skipped
 from pipeline.data.records import Place

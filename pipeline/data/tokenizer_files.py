@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.atomic_file import replaced_atomically
+from pipeline.base.files import replaced_atomically
 from pipeline.base.problems import JobError, Problem
 from pipeline.base.user_input import is_folder
 from pipeline.data.input_kinds import token_prefix

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.atomic_file import replaced_atomically
+from pipeline.base.files import replaced_atomically
 from pipeline.base.problems import JobError, Problem
 from pipeline.data.corpus import Corpus
 from pipeline.data.encoding import BadRecord, text_of

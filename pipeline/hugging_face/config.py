@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.base.problems import JobError, Problem
-from pipeline.base.suggest import did_you_mean
+from pipeline.base.words import did_you_mean
 from pipeline.model.config import ModelConfig, checked
 
 # Fields that do not touch the training computation: bookkeeping, generation, heads for other tasks.

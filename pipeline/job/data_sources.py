@@ -21,8 +21,8 @@ from typing import Any
 
 from pipeline.base.json_reader import read_json
 from pipeline.base.problems import JobError, Problem
-from pipeline.base.suggest import did_you_mean
 from pipeline.base.user_input import exists
+from pipeline.base.words import did_you_mean
 from pipeline.data.corpus import data_problems
 from pipeline.data.remote import is_remote, readable
 from pipeline.job.options import Options

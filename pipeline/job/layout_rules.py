@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import accumulate
 
 from pipeline.base.problems import JobError, Problem
-from pipeline.base.suggest import listed
+from pipeline.base.words import listed
 from pipeline.data.tokenizer_files import BYTES, tokenizer_facts
 from pipeline.job.facts import Facts
 from pipeline.job.model_source import tokenizer_of

@@ -12,8 +12,8 @@ from typing import Any
 
 from pipeline.base.json_reader import read_json
 from pipeline.base.problems import JobError, Problem
-from pipeline.base.suggest import did_you_mean
 from pipeline.base.user_input import is_file, is_folder
+from pipeline.base.words import did_you_mean
 from pipeline.hugging_face.config import KINDS, model_from_hugging_face
 from pipeline.job.model_presets import PRESETS
 from pipeline.model.config import ModelConfig, model_from_json

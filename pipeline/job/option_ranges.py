@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from pipeline.base.durations import parse_duration
 from pipeline.base.problems import Problem
-from pipeline.base.user_input import exists, is_text
+from pipeline.base.user_input import exists, is_text, parse_duration
 from pipeline.cluster.stop_stamp import STAMP
 from pipeline.job.options import Options
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 import tyro
 
 from pipeline.base.problems import JobError, Problem
-from pipeline.base.suggest import did_you_mean
+from pipeline.base.words import did_you_mean
 
 RUN_FILE = "run.json"
 

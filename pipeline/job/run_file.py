@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.atomic_file import replaced_atomically
+from pipeline.base.files import replaced_atomically
 from pipeline.base.problems import JobError, Problem
 from pipeline.base.user_input import exists, is_folder
 from pipeline.data.tokenizer_files import tokenizer_facts

@@ -8,7 +8,7 @@ from math import ceil
 from typing import Any
 
 from pipeline.base.problems import Problem
-from pipeline.base.suggest import did_you_mean
+from pipeline.base.words import did_you_mean
 from pipeline.job.job import Resolved
 from pipeline.job.model_presets import TrainingDefaults
 from pipeline.job.scheduler_params import PARAMETERS, REFUSED, REFUSED_ANYWHERE, Parameter

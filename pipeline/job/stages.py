@@ -12,7 +12,7 @@ from itertools import pairwise
 from math import inf
 
 from pipeline.base.problems import JobError, Problem
-from pipeline.base.suggest import did_you_mean
+from pipeline.base.words import did_you_mean
 from pipeline.model.parameter_counts import LayerSize
 
 METHODS = ("parameters", "uniform")

@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline.base.json_reader import Document
 from pipeline.base.problems import Problem
-from pipeline.base.suggest import did_you_mean
+from pipeline.base.words import did_you_mean
 from pipeline.job.foreign_keys import REFUSED, REMOVED
 from pipeline.job.schema import KEYS, Key, children
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pipeline.base.problems import Problem
-from pipeline.base.suggest import listed
+from pipeline.base.words import listed
 from pipeline.job.facts import Facts
 from pipeline.job.schema import DYNAMIC_LOSS_SCALE, KEYS
 

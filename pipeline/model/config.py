@@ -6,7 +6,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, Literal, get_args, get_type_hints
 
 from pipeline.base.problems import JobError, Problem
-from pipeline.base.suggest import did_you_mean
+from pipeline.base.words import did_you_mean
 
 # The vocabulary is padded so that it divides by every usual tensor size. The padding is the same in
 # every layout, because the initial weights are drawn for the full padded tensor.

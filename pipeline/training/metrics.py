@@ -18,8 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from pipeline.base.atomic_file import remove_unfinished, replaced_atomically
-from pipeline.base.line_file import LineFile
+from pipeline.base.files import LineFile, remove_unfinished, replaced_atomically
 from pipeline.training.best_losses import Best
 
 METRICS_FILE = "metrics.jsonl"

@@ -13,7 +13,7 @@ from pathlib import Path
 from deepspeed.monitor.config import get_monitor_config
 from deepspeed.monitor.monitor import MonitorMaster
 
-from pipeline.base.atomic_file import replaced_atomically
+from pipeline.base.files import replaced_atomically
 from pipeline.training.metrics import EvalMetrics, StepMetrics
 
 # One event: name, value, step.

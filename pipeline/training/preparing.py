@@ -8,8 +8,8 @@ from pathlib import Path
 
 import psutil
 
-from pipeline.base.durations import parse_duration
 from pipeline.base.problems import JobError, Problem
+from pipeline.base.user_input import parse_duration
 from pipeline.checkpoints.manifest import TrainState
 from pipeline.checkpoints.proof import Agreed, Prover, agree_on_checkpoint
 from pipeline.checkpoints.select import Selection, select_checkpoint

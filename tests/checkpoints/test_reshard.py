@@ -19,7 +19,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from torch import Tensor
 
 from pipeline import reshard
-from pipeline.base.locking import file_lock
+from pipeline.base.files import file_lock
 from pipeline.base.problems import JobError
 from pipeline.checkpoints import conversion, universal
 from pipeline.checkpoints.conversion import convert

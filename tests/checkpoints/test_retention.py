@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.base import atomic_file
+from pipeline.base import files
 from pipeline.checkpoints.folder import TrainState, remove_leftovers, select_checkpoint
 from pipeline.checkpoints.retention import retain
 from tests.checkpoints.saved_runs import job_in, saved
@@ -89,7 +89,7 @@ def test_a_kill_in_the_middle_of_a_removal_leaves_nothing_half(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(atomic_file.shutil, "rmtree", kill_after_one_file)
+        patch.setattr(files.shutil, "rmtree", kill_after_one_file)
         with pytest.raises(Killed):
             retain(folder, 3, job_in(tmp_path, keep_last=1).options, pytest.fail)
     selection = select_checkpoint(job_in(tmp_path))

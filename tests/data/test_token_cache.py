@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.base.locking import file_lock
+from pipeline.base.files import file_lock
 from pipeline.base.problems import JobError
 from pipeline.data.corpus import find_corpus
 from pipeline.data.preparation import cache_identity, token_dtype

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipeline import pretrain
-from pipeline.base.durations import parse_duration
+from pipeline.base.user_input import parse_duration
 from pipeline.cluster.agent.rank_link import RankLink
 from pipeline.cluster.rank_environment import RankEnvironment
 from pipeline.cluster.stop_stamp import read_stamp, stamp_of, stamped, with_stamp

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.base.atomic_file import sync_files
+from pipeline.base.files import sync_files
 from pipeline.base.problems import JobError, Problem
 from pipeline.base.user_input import exists, is_folder
 from pipeline.checkpoints.export.checkpoint_tensors import proven_state, tensors

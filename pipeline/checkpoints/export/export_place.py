@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.base.atomic_file import remove_tree, sync_folder
+from pipeline.base.files import remove_tree, sync_folder
 from pipeline.checkpoints.outputs import only_one
 
 
