@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from pipeline.cluster.rank_environment import LOOPBACK, RankEnvironment, free_port
+from pipeline.cluster.rank_environment import RankEnvironment, free_port
+from pipeline.job.world import LOOPBACK
 
 # Seconds that building a model, or a round of steps, may take.
 PATIENCE = 900.0

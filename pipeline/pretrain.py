@@ -37,11 +37,12 @@ from pipeline.cluster.outcome import Outcome, record_outcome
 from pipeline.cluster.rank_environment import RankEnvironment, read_rank_environment
 from pipeline.cluster.running import only_job
 from pipeline.cluster.stop_stamp import with_stamp
-from pipeline.cluster.world import Host, world_from_environment
+from pipeline.cluster.world import world_from_environment
 from pipeline.job.job import Job
 from pipeline.job.options import Options, parse_options
 from pipeline.job.report import console, print_problems, problems_text
 from pipeline.job.resolve import resolve
+from pipeline.job.world import Host
 from pipeline.training.process_end import end_process
 from pipeline.training.signals import StoppedEarly, StopRequest
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from pipeline.base.command import end_interrupts, run_command
 from pipeline.base.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem
-from pipeline.check import read_arguments
 from pipeline.checkpoints.conversion_rules import (
     ReshardOptions,
     conversion_problems,
@@ -30,6 +29,7 @@ from pipeline.cluster.world import resolve_world
 from pipeline.job.job import Job
 from pipeline.job.report import console, print_interruption, print_problems
 from pipeline.job.resolve import examine
+from pipeline.launch.preflight import read_arguments
 from pipeline.training.quiet import quiet_deepspeed
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import ipaddress
 import re
 import stat
-from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.base.problems import Problem
 from pipeline.base.user_input import lines_of, read_text, unusual_space
+from pipeline.job.world import Host
 
 # Host names pass through ssh and two shells on their way: nothing in them may mean something to a shell.
 _HOST_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
@@ -22,27 +22,6 @@ _USER_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _LINE = "a line is `host slots=N`"
 # More devices than any host has, fewer than would exhaust a check.
 MAX_SLOTS = 4096
-
-
-@dataclass(frozen=True)
-class Host:
-    """One machine of a job.
-
-    Attributes:
-        name: As in the hostfile (``host``, ``user@host`` or an address); ``localhost`` for this machine.
-        slots: Ranks on it.
-        devices: Their device numbers on that host, one per slot.
-    """
-
-    name: str
-    slots: int
-    devices: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not self.devices:
-            object.__setattr__(self, "devices", tuple(range(self.slots)))
-        if len(self.devices) != self.slots:
-            raise ValueError(f"host {self.name}: {self.slots} slots, but devices {self.devices}")
 
 
 def read_hostfile(path: str | Path) -> tuple[tuple[Host, ...], tuple[Problem, ...]]:

@@ -15,12 +15,12 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
 from pipeline.base.problems import JobError, Problem
-from pipeline.cluster.agent.wire import try_port
 from pipeline.cluster.process_managers import (
     FIRST_OUTGOING_PORT,
     FIRST_PORT,
@@ -32,9 +32,9 @@ from pipeline.cluster.process_managers import (
     slurm_first_host,
     slurm_local_size,
 )
+from pipeline.job.world import LOOPBACK
 
 T = TypeVar("T")
-LOOPBACK = "127.0.0.1"
 _PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _REQUIRED = (*_PLACE, "MASTER_ADDR", "MASTER_PORT")
 # LOCAL_SIZE: the deepspeed launcher. LOCAL_WORLD_SIZE: torchrun and accelerate.
@@ -263,3 +263,21 @@ def free_port() -> int:
             try_port(port)
             return port
     raise OSError(f"no free port found between {FIRST_PORT} and {FIRST_OUTGOING_PORT}")
+
+
+def try_port(port: int, reuse: bool = False) -> None:
+    """See whether somebody could listen on all of this machine's addresses, those of IPv6 included.
+
+    Args:
+        reuse: As servers do, on a port whose last connections have just ended.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    dual = socket.has_dualstack_ipv6()
+    with socket.socket(socket.AF_INET6 if dual else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        if dual:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        if reuse:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("", port))

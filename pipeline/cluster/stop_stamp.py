@@ -11,13 +11,13 @@ know, such as a folder that the model's name decides, rank 0 sees when it has re
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.base.user_input import STAMP
 from pipeline.cluster.lease import own_lease
 
 if TYPE_CHECKING:  # a guard starts faster without
@@ -26,7 +26,6 @@ if TYPE_CHECKING:  # a guard starts faster without
 STOP_FILE = "STOP"
 # Inode, and time of the last change in nanoseconds; None: there is no file.
 Stamp = tuple[int, int] | None
-STAMP = re.compile(r"([^:]*:[^:]*):(?:none|(\d+):(-?\d+)):(.+)", re.DOTALL)
 
 
 def stop_path(stop_file: str | None, output_dir: str | None) -> Path | None:

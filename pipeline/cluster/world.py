@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,48 +14,17 @@ from typing import Literal
 
 from pipeline.base.problems import JobError, Problem
 from pipeline.cluster.devices import BF16_CAPABILITY, visible_gpus
-from pipeline.cluster.hostfile import MAX_SLOTS, Host, read_hostfile, select_hosts
-from pipeline.cluster.rank_environment import LOOPBACK, RankEnvironment
+from pipeline.cluster.hostfile import MAX_SLOTS, read_hostfile, select_hosts
+from pipeline.cluster.rank_environment import RankEnvironment
+from pipeline.job.world import LOCALHOST, Host, World, is_this_machine
 
 # Ranks on a machine without GPUs when none are asked for: enough to see data parallelism at work.
 DEFAULT_CPU_RANKS = 2
 # DeepSpeed reads this file when no hostfile is named; so does this project, or the two would disagree.
 DEFAULT_HOSTFILE = "/job/hostfile"
-LOCALHOST = "localhost"
 _LOOPBACK_NAME = re.compile(r"localhost(\..*)?|127(\.\d+){3}", re.IGNORECASE)
 # Largest world that is checked on paper.
 MAX_WORLD = 65536
-
-__all__ = ["Host", "World", "local_world", "resolve_world", "world_from_environment", "world_from_hostfile"]
-
-
-@dataclass(frozen=True)
-class World:
-    """The ranks of a job.
-
-    Attributes:
-        hosts: In rank order: the first host carries the first ranks.
-        device: What the ranks compute on.
-        device_name: As the driver names it; None on CPU, and for hosts that were not asked.
-        bf16_native: Whether that device has bf16 arithmetic. Assumed for hosts that were not asked.
-        hostfile: The file the hosts come from, None for this machine.
-    """
-
-    hosts: tuple[Host, ...]
-    device: Literal["cpu", "cuda"]
-    device_name: str | None = None
-    bf16_native: bool = False
-    hostfile: str | None = None
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return sum(host.slots for host in self.hosts)
-
-    @property
-    def is_local(self) -> bool:
-        """Whether this machine is the only host."""
-        return all(is_this_machine(host.name) for host in self.hosts)
 
 
 def resolve_world(
@@ -160,11 +128,6 @@ def world_from_environment(environment: RankEnvironment, environ: Mapping[str, s
     names = [LOCALHOST] if len(slots) == 1 else [f"host{number}" for number in range(len(slots))]
     hosts = tuple(Host(name, count) for name, count in zip(names, slots, strict=True))
     return World(hosts, device.kind, device.name, device.bf16_native)
-
-
-def is_this_machine(name: str) -> bool:
-    """Whether a hostfile's name means the machine this runs on, judged by name alone."""
-    return name in {LOCALHOST, LOOPBACK, socket.gethostname(), socket.gethostname().partition(".")[0]}
 
 
 def available_cores() -> int:

@@ -14,8 +14,9 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 
 from pipeline.base.problems import JobError, Problem
-from pipeline.cluster.hostfile import MAX_SLOTS, Host, host_name_rule
+from pipeline.cluster.hostfile import MAX_SLOTS, host_name_rule
 from pipeline.cluster.launcher_options import LauncherOptions
+from pipeline.job.world import Host
 
 _NODES_LINE = re.compile(r"^\s+Nodes=(\S+) .*\bGRES=(\S*)", re.MULTILINE)
 _SECONDS = 30.0  # for the controller's answer

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 from pipeline.base.problems import JobError, Problem
 from pipeline.cluster.forwarded import is_secret
-from pipeline.cluster.hostfile import Host, read_hostfile, select_hosts
+from pipeline.cluster.hostfile import read_hostfile, select_hosts
 from pipeline.cluster.launcher_options import LauncherOptions, launcher_problems, split_arguments
 from pipeline.data.remote import credentials_problem, is_remote
 from pipeline.job.options import Options, parse_options
+from pipeline.job.world import Host
 
 # Where every pod finds the storage that all share.
 STORAGE = "/storage"

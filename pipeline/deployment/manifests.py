@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.base.problems import EXIT_STOPPED, EXIT_WRONG_JOB
-from pipeline.cluster.hostfile import Host
 from pipeline.deployment.allocation import hostfile_text
 from pipeline.deployment.description import STORAGE, Deployment
+from pipeline.job.world import Host
 
 TEMPLATES = Path(__file__).parent / "templates"
 # Seconds between the end of the ranks' time to save and the kill of their pod: the launch ends them itself.

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from pipeline.base.problems import Problem
-from pipeline.cluster.world import World
 from pipeline.job.job import Batch, Dtype
 from pipeline.job.model_presets import TrainingDefaults, training_defaults
 from pipeline.job.options import Options
 from pipeline.job.settings import Settings, Undecided
 from pipeline.job.validate import AUTO
+from pipeline.job.world import World
 from pipeline.model.config import ModelConfig
 
 T = TypeVar("T")

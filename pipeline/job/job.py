@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pipeline.base.problems import Problem
-from pipeline.cluster.world import World
 from pipeline.job.options import Options
 from pipeline.job.schedules import LearningRate
+from pipeline.job.world import World
 from pipeline.model.config import ModelConfig
 from pipeline.parallel.mesh import Mesh
 

@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterator
 
 from pipeline.base.problems import Problem
-from pipeline.base.user_input import exists, is_text, parse_duration
-from pipeline.cluster.stop_stamp import STAMP
+from pipeline.base.user_input import STAMP, exists, is_text, parse_duration
 from pipeline.job.options import Options
 
 # Smallest value of each whole-number option; None stays None.

@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.base.problems import Problem
-from pipeline.cluster.world import World
 from pipeline.job.job import Batch, Job, OptimizerConfig
 from pipeline.job.resolve import Draft
+from pipeline.job.world import World
 from pipeline.model.config import ModelConfig
 from pipeline.model.parameter_counts import LayerSize, layer_parameters, stage_parameters, total_parameters
 from pipeline.parallel.mesh import Mesh

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from pipeline.base.json_reader import read_json
 from pipeline.base.problems import JobError, Problem
 from pipeline.base.user_input import exists
-from pipeline.cluster.world import World
 from pipeline.job.batch import MICRO, STEPS, TRAIN, BatchRequest, resolve_batch
 from pipeline.job.buckets import reduce_bucket
 from pipeline.job.deepspeed_dict import deepspeed_dict
@@ -28,6 +27,7 @@ from pipeline.job.schedules import LearningRate
 from pipeline.job.settings import Settings, Undecided
 from pipeline.job.stages import partition
 from pipeline.job.validate import AUTO
+from pipeline.job.world import World
 from pipeline.model.config import ModelConfig
 from pipeline.model.parameter_counts import layer_parameters
 from pipeline.parallel.mesh import Mesh

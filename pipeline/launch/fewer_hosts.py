@@ -13,11 +13,10 @@ from typing import IO
 
 from pipeline.base.problems import Problem
 from pipeline.cluster.agent.owned_process import new_file_in_memory
-from pipeline.cluster.hostfile import Host
 from pipeline.cluster.launcher_options import LauncherOptions
-from pipeline.cluster.world import World
 from pipeline.job.job import Batch, Job
 from pipeline.job.resolve import Draft
+from pipeline.job.world import Host, World
 
 # Draft of a job on these hosts with these batch sizes (train, micro, accumulation steps).
 Check = Callable[[World, tuple[int, ...]], Draft]

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Sequence
 
-from pipeline.cluster.hostfile import Host
+from pipeline.job.world import Host
 from pipeline.launch.host_check.ask import Way
 from pipeline.launch.host_check.reach import failure_of, no_client
 from pipeline.launch.host_check.session import Said, Session, close_all, room_for

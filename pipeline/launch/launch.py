@@ -21,11 +21,11 @@ if __name__ == "__main__":
     take_early_stops()
 
 from pipeline.base.problems import EXIT_STOPPED, EXIT_WRONG_JOB, JobError
-from pipeline.check import read_arguments
 from pipeline.job.options import Options
 from pipeline.job.report import console, print_problems
 from pipeline.launch.campaign import run_job
 from pipeline.launch.early_stop import REQUESTS
+from pipeline.launch.preflight import read_arguments
 from pipeline.launch.supervise import say
 
 PROGRAM = "./launch.sh"

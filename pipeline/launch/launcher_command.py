@@ -10,8 +10,9 @@ from pathlib import Path
 from pipeline.cluster.agent.ticket import Ticket, encode
 from pipeline.cluster.forwarded import launcher_environment
 from pipeline.cluster.launcher_options import LauncherOptions
-from pipeline.cluster.rank_environment import LOOPBACK, free_port
-from pipeline.cluster.world import World, available_cores
+from pipeline.cluster.rank_environment import free_port
+from pipeline.cluster.world import available_cores
+from pipeline.job.world import LOOPBACK, World
 
 SCRIPT = Path(__file__).resolve().parents[1] / "pretrain.py"
 DEEPSPEED = (sys.executable, "-m", "deepspeed.launcher.runner")

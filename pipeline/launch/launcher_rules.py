@@ -8,7 +8,7 @@ from pipeline.base.problems import Problem
 from pipeline.base.words import counted
 from pipeline.cluster.forwarded import FIND_MODULES, PLAIN
 from pipeline.cluster.launcher_options import LauncherOptions
-from pipeline.cluster.world import World
+from pipeline.job.world import World
 
 # DeepSpeed hands these the hostfile itself, and refuses --include, --exclude, --num_nodes and --num_gpus.
 # With one host left it forgets the launcher instead, and starts the job here.

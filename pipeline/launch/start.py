@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,22 +13,16 @@ from pipeline.cluster.agent.credential import key_in_memory, new_key
 from pipeline.cluster.agent.hub import Hub
 from pipeline.cluster.agent.hub_settings import HubSettings
 from pipeline.cluster.agent.ticket import Ticket
-from pipeline.cluster.agent.wire import route_address
 from pipeline.cluster.deepspeed_env import deepspeed_env
 from pipeline.cluster.forwarded import forwarded
 from pipeline.cluster.launcher_options import LauncherOptions
-from pipeline.cluster.world import World, is_this_machine
+from pipeline.job.world import World
 from pipeline.launch.host_check.ask import way_to_hosts
+from pipeline.launch.host_check.reach import NoWay, launch_address
 from pipeline.launch.key_delivery import NotDelivered, deliver_key, withdraw_key
 from pipeline.launch.launcher_command import SCRIPT, plan_launch
 from pipeline.launch.run import Result, run_launch
 from pipeline.launch.supervise import say
-
-_SSH_SECONDS = 10
-
-
-class NoWay(Exception):
-    """This machine and the hosts do not find each other; the message has the remedy."""
 
 
 def start_once(
@@ -105,42 +97,3 @@ def rank_variables(environ: Mapping[str, str], is_local: bool) -> tuple[tuple[st
     checked), and on other hosts the variables that are passed on."""
     files, _ = deepspeed_env(Path.home(), Path(), environ)
     return forwarded({} if is_local else environ, files)
-
-
-def launch_address(world: World, options: LauncherOptions) -> str:
-    """Where the hub is, as the hosts of `world` reach it: by the way to the first other host.
-
-    Raises:
-        NoWay: its name is unknown here, and ssh has no address for it.
-    """
-    if options.launch_addr is not None:
-        return options.launch_addr
-    if world.is_local:
-        return "127.0.0.1"
-    name = next(host.name for host in world.hosts if not is_this_machine(host.name)).rpartition("@")[2]
-    try:
-        return route_address(name)
-    except OSError:
-        pass  # a name that only ssh knows
-    try:
-        return route_address(_ssh_address(name))
-    except OSError as error:
-        raise NoWay(
-            f"{name} has no address here ({error.strerror or error}): give --launch_addr, this machine's "
-            "address as that host reaches it"
-        ) from error
-
-
-def _ssh_address(name: str) -> str:
-    """The address that ssh's configuration has for a host.
-
-    Raises:
-        OSError: there is no ssh, or it does not say (its configuration may run commands).
-    """
-    command = ["ssh", "-G", name]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SSH_SECONDS, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise OSError(f"{shlex.join(command)} takes more than {_SSH_SECONDS} s") from error
-    found = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("hostname ")]
-    return found[0] if found else name

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import torch
 
-from pipeline.cluster.world import Host, World
 from pipeline.data.batch import MicroBatch
 from pipeline.engine.build import build_engine
 from pipeline.engine.distributed import start_distributed
@@ -18,6 +17,7 @@ from pipeline.engine.engine import StepResult, TrainEngine
 from pipeline.job.job import Job
 from pipeline.job.options import Options
 from pipeline.job.resolve import resolve
+from pipeline.job.world import Host, World
 from pipeline.model.config import ModelConfig
 from pipeline.parallel.context import Parallel
 

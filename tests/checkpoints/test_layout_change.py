@@ -16,10 +16,10 @@ from pipeline.checkpoints import layout_change
 from pipeline.checkpoints.folder import read_checkpoint
 from pipeline.checkpoints.stored import MASTER, Slice, StoredState
 from pipeline.checkpoints.transfer import load_checkpoint, save_checkpoint
-from pipeline.cluster.world import Host, World
 from pipeline.job.options import parse_options
 from pipeline.job.resolve import resolve
 from pipeline.job.schema import KEYS
+from pipeline.job.world import Host, World
 from pipeline.parallel.parameters import cut_of
 from tests.checkpoints.layouts import OPTIMIZERS, Layout, arguments, find
 from tests.checkpoints.matrices import BITS, FAST, FORMATS, OFFLINE, OTHER, RESHAPE, Row

@@ -33,10 +33,10 @@ from pipeline.checkpoints.folder import (
 )
 from pipeline.checkpoints.stored import Slice, StoredState
 from pipeline.checkpoints.transfer import save_checkpoint
-from pipeline.cluster.world import Host, World
 from pipeline.job.job import Job
 from pipeline.job.options import parse_options
 from pipeline.job.resolve import resolve
+from pipeline.job.world import Host, World
 from pipeline.model.outline import parameter_cuts
 from tests.checkpoints.kills import kill_at_call
 from tests.checkpoints.layouts import arguments, find

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cluster.hostfile import Host, read_hostfile, select_hosts
+from pipeline.cluster.hostfile import read_hostfile, select_hosts
+from pipeline.job.world import Host
 
 SHIPPED = Path(__file__).parents[2] / "hostfiles"
 

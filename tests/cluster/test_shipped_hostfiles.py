@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.cluster.hostfile import read_hostfile
-from pipeline.cluster.world import World, world_from_hostfile
+from pipeline.cluster.world import world_from_hostfile
 from pipeline.job.options import Options
 from pipeline.job.resolve import examine
+from pipeline.job.world import World
 from tests.job.drafts import A100, CPU, V100
 
 PROJECT = Path(__file__).parents[2]

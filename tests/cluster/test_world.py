@@ -12,10 +12,10 @@ from pipeline.cluster import devices, rank_environment, world
 from pipeline.cluster.agent.hub_settings import DIRECT_PORTS
 from pipeline.cluster.agent.rank_place import direct_ports, is_free_port
 from pipeline.cluster.devices import Gpu, visible_gpus
-from pipeline.cluster.hostfile import Host
 from pipeline.cluster.process_managers import FIRST_PORT
 from pipeline.cluster.rank_environment import RankEnvironment, free_port, read_rank_environment
 from pipeline.cluster.world import local_world, resolve_world, world_from_environment, world_from_hostfile
+from pipeline.job.world import Host
 
 SHIPPED = Path(__file__).parents[2] / "hostfiles"
 A100 = "NVIDIA A100-SXM4-80GB"

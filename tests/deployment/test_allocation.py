@@ -10,8 +10,9 @@ import pytest
 
 from pipeline import deploy
 from pipeline.base.problems import EXIT_WRONG_JOB, JobError
-from pipeline.cluster.hostfile import Host, read_hostfile
+from pipeline.cluster.hostfile import read_hostfile
 from pipeline.deployment.allocation import allocated_hosts, count_gpus, expand_counts
+from pipeline.job.world import Host
 
 # An excerpt of Slurm 22.05's, for --nodes=2 --gpus=3 on hosts with two GPUs and with one.
 UNEQUAL = """\

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cluster.hostfile import Host, read_hostfile
+from pipeline.cluster.hostfile import read_hostfile
+from pipeline.job.world import Host
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "deploy" / "slurm" / "train.sbatch"

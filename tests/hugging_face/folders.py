@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from pipeline.cluster.world import Host, World
 from pipeline.data.batch import MicroBatch
 from pipeline.data.tokenizer import ByteTokenizer
 from pipeline.engine.engine import TrainEngine
 from pipeline.job.job import Job
 from pipeline.job.options import Options
 from pipeline.job.resolve import resolve
+from pipeline.job.world import Host, World
 from tests.checkpoints.layouts import find
 from tests.model.hugging_face import build
 

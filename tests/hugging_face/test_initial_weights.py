@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline.base.problems import JobError
-from pipeline.cluster.world import Host, World
 from pipeline.data.tokenizer import ByteTokenizer
 from pipeline.data.tokenizer_files import tokenizer_facts
 from pipeline.engine.agreement import WeightsMismatch, agree_on_weights
@@ -24,6 +23,7 @@ from pipeline.hugging_face.tensor_map import tensor_map
 from pipeline.job.initial_weights import folder_weights_problems, initial_weights
 from pipeline.job.model_files import load_model
 from pipeline.job.resolve import Draft, examine
+from pipeline.job.world import Host, World
 from pipeline.model.config import ModelConfig
 from pipeline.parallel.context import Parallel
 from pipeline.parallel.mesh import Mesh

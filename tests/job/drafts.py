@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.problems import Problem
-from pipeline.cluster.world import Host, World
 from pipeline.job.options import Options
 from pipeline.job.resolve import Draft, examine
+from pipeline.job.world import Host, World
 
 CPU, A100, V100 = ("cpu", None, False), ("cuda", "NVIDIA A100-SXM4-80GB", True), ("cuda", "Tesla V100", False)
 

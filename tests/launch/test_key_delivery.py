@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.cluster.agent.credential import read_key
-from pipeline.cluster.hostfile import Host
+from pipeline.job.world import Host
 from pipeline.launch import key_delivery
 from pipeline.launch.host_check import session
 from pipeline.launch.host_check.session import Session, local_command

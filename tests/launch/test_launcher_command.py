@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.cluster.agent.ticket import OPTION, Ticket, encode, split_ticket
-from pipeline.cluster.hostfile import Host
 from pipeline.cluster.launcher_options import LauncherOptions
-from pipeline.cluster.world import World
 from pipeline.job.options import Options, parse_options
+from pipeline.job.world import Host, World
 from pipeline.launch import launcher_command, start
 from pipeline.launch.campaign import prepare
 from pipeline.launch.launcher_command import Launch, plan_launch

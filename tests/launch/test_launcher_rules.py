@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from pipeline import check
-from pipeline.cluster.hostfile import Host
 from pipeline.cluster.launcher_options import LAUNCHERS, LauncherOptions
-from pipeline.cluster.world import World
 from pipeline.job.options import Options, parse_options
+from pipeline.job.world import Host, World
+from pipeline.launch import preflight
 from pipeline.launch.launcher_rules import launcher_world_problems, start_problems, unused_problems
 
 EQUAL = World((Host("h1", 2), Host("h2", 2)), "cuda", None, True, "hosts")
@@ -109,8 +109,8 @@ def test_the_check_looks_at_where_it_runs(
 def test_a_part_of_the_job_may_not_need_what_the_whole_does(tmp_path: Path) -> None:
     options = parse_options(["--output_dir", str(tmp_path), "--model", "tiny"], Options)
     given = LauncherOptions(hostfile="hosts", ssh_port=22)
-    keys = [problem.key for problem in check.check(options, given, world=LOCAL).problems]
-    part = [problem.key for problem in check.check(options, given, world=LOCAL, batch=(4, 1, 2)).problems]
+    keys = [problem.key for problem in preflight.check(options, given, world=LOCAL).problems]
+    part = [problem.key for problem in preflight.check(options, given, world=LOCAL, batch=(4, 1, 2)).problems]
     assert ("ssh_port" in keys, "ssh_port" in part) == (True, False)
 
 

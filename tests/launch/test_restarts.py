@@ -10,17 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.check import check
 from pipeline.checkpoints.lineage import write_lineage
 from pipeline.checkpoints.manifest import TrainState, read_checkpoint
 from pipeline.checkpoints.select import lineage_after
 from pipeline.cluster.agent.roster import Failure, Roster, Verdict, error_kind, first_failure, ranges
-from pipeline.cluster.hostfile import Host, read_hostfile
+from pipeline.cluster.hostfile import read_hostfile
 from pipeline.cluster.launcher_options import LauncherOptions, launcher_problems
 from pipeline.cluster.stop_stamp import read_stamp
-from pipeline.cluster.world import World
 from pipeline.job.job import Job
 from pipeline.job.options import Options
+from pipeline.job.world import Host, World
 from pipeline.launch import campaign
 from pipeline.launch.campaign import tell_how_to_go_on
 from pipeline.launch.fewer_hosts import (
@@ -32,6 +31,7 @@ from pipeline.launch.fewer_hosts import (
     same_step,
     separate_folders,
 )
+from pipeline.launch.preflight import check
 from pipeline.launch.restarts import RestartPolicy, resuming
 from pipeline.launch.run import Result
 from tests.checkpoints.saved_runs import job_in

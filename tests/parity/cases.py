@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.cluster.world import Host, World
 from pipeline.job.job import Job
 from pipeline.job.options import Options
 from pipeline.job.resolve import resolve
+from pipeline.job.world import Host, World
 from pipeline.model.config import ModelConfig
 
 STEPS = 4

@@ -17,13 +17,13 @@ from pipeline.base.problems import JobError, Problem
 from pipeline.base.user_input import exists, is_folder
 from pipeline.checkpoints.export.checkpoint_tensors import proven_state, tensors
 from pipeline.checkpoints.export.export_place import ExportPlace
+from pipeline.checkpoints.export.safetensors_writer import FORMATS, write_weights
 from pipeline.checkpoints.manifest import Checkpoint
 from pipeline.checkpoints.outputs import output_problems
 from pipeline.checkpoints.stored import StoredState
 from pipeline.data.tokenizer import Tokenizer, vocabulary_problems
 from pipeline.hugging_face.families import config_json, generation_config_json
 from pipeline.hugging_face.safetensors_files import SIZES
-from pipeline.hugging_face.safetensors_writer import FORMATS, write_weights
 from pipeline.job.initial_weights import wanted_tensors
 from pipeline.job.model_files import CONFIG_FILE
 from pipeline.model.config import ModelConfig

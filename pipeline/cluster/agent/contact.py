@@ -16,7 +16,8 @@ from pipeline.cluster.agent.peers import leads_to_another_user
 from pipeline.cluster.agent.rank_place import direct_ports
 from pipeline.cluster.agent.ticket import Ticket
 from pipeline.cluster.agent.wire import Connection, Message
-from pipeline.cluster.rank_environment import LOOPBACK, RankEnvironment
+from pipeline.cluster.rank_environment import RankEnvironment
+from pipeline.job.world import LOOPBACK
 
 _CONNECT_SECONDS = 5.0
 _LOOK_SECONDS = 1.0

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pipeline.base.problems import JobError, Problem
 from pipeline.cluster.agent.hub_settings import DIRECT_BLOCKS, DIRECT_PORTS, FIRST_DIRECT_PORT
 from pipeline.cluster.agent.ticket import Ticket
-from pipeline.cluster.agent.wire import try_port
-from pipeline.cluster.rank_environment import RankEnvironment, read_rank_environment
+from pipeline.cluster.rank_environment import RankEnvironment, read_rank_environment, try_port
 
 # The deepspeed launcher's number of the host.
 _CROSS_RANK = "CROSS_RANK"

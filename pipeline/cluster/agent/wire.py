@@ -143,24 +143,6 @@ def listen(port: int, everywhere: bool) -> socket.socket:
     return socket.create_server(("" if everywhere else "127.0.0.1", port), backlog=_BACKLOG)
 
 
-def try_port(port: int, reuse: bool = False) -> None:
-    """See whether somebody could listen on all of this machine's addresses, those of IPv6 included.
-
-    Args:
-        reuse: As servers do, on a port whose last connections have just ended.
-
-    Raises:
-        OSError: the port is taken.
-    """
-    dual = socket.has_dualstack_ipv6()
-    with socket.socket(socket.AF_INET6 if dual else socket.AF_INET, socket.SOCK_STREAM) as probe:
-        if dual:
-            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        if reuse:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(("", port))
-
-
 def route_address(host: str) -> str:
     """The address by which `host` would see this machine. Nothing is sent.
 

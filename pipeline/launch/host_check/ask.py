@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.cluster.hostfile import Host
+from pipeline.job.world import Host
 from pipeline.launch.host_check.probe import MARK, REQUEST
 from pipeline.launch.host_check.reach import Failure, failure_of, no_client
 from pipeline.launch.host_check.session import (

@@ -14,14 +14,12 @@ from pipeline.base.user_input import exists
 from pipeline.cluster.deepspeed_env import deepspeed_env
 from pipeline.cluster.devices import BF16_CAPABILITY
 from pipeline.cluster.forwarded import forwarded
-from pipeline.cluster.hostfile import Host
 from pipeline.cluster.launcher_options import LauncherOptions
-from pipeline.cluster.rank_environment import LOOPBACK
-from pipeline.cluster.world import World
 from pipeline.data.remote import is_remote
 from pipeline.job.data_sources import training_paths, validation_paths
 from pipeline.job.options import Options
 from pipeline.job.resolve import PROJECT, config_path
+from pipeline.job.world import LOOPBACK, Host, World
 from pipeline.launch.host_check.ask import (
     ANSWER_SECONDS,
     Answers,
@@ -33,10 +31,10 @@ from pipeline.launch.host_check.ask import (
 )
 from pipeline.launch.host_check.hardware import HARDWARE, can_count, used_gpus
 from pipeline.launch.host_check.judge import Check, Survey, Wrong, few
+from pipeline.launch.host_check.reach import NoWay, launch_address
 from pipeline.launch.host_check.session import local_command
 from pipeline.launch.host_check.software import SOFTWARE
 from pipeline.launch.host_check.system import SYSTEM, file_systems
-from pipeline.launch.start import NoWay, launch_address
 
 CHECKS: tuple[Check, ...] = (*SOFTWARE, *HARDWARE, *SYSTEM)
 # What each launcher starts on this machine, and what it starts first on the others.

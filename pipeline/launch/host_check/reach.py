@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import re
+import shlex
+import subprocess
 from dataclasses import dataclass
 
+from pipeline.cluster.agent.wire import route_address
+from pipeline.cluster.launcher_options import LauncherOptions
+from pipeline.job.world import World, is_this_machine
 from pipeline.launch.host_check.session import Said
+
+_SSH_SECONDS = 10
 
 _SSH_FAILED = 255
 
@@ -124,3 +131,46 @@ def failure_of(said: Said) -> Failure:
         if re.search(pattern, said.errors):
             return failure
     return Failure("ssh failed", f"ssh failed (it says: {last[0].strip()[:200]})", "Try `ssh {host} true`")
+
+
+class NoWay(Exception):
+    """This machine and the hosts do not find each other; the message has the remedy."""
+
+
+def launch_address(world: World, options: LauncherOptions) -> str:
+    """Where the hub is, as the hosts of `world` reach it: by the way to the first other host.
+
+    Raises:
+        NoWay: its name is unknown here, and ssh has no address for it.
+    """
+    if options.launch_addr is not None:
+        return options.launch_addr
+    if world.is_local:
+        return "127.0.0.1"
+    name = next(host.name for host in world.hosts if not is_this_machine(host.name)).rpartition("@")[2]
+    try:
+        return route_address(name)
+    except OSError:
+        pass  # a name that only ssh knows
+    try:
+        return route_address(_ssh_address(name))
+    except OSError as error:
+        raise NoWay(
+            f"{name} has no address here ({error.strerror or error}): give --launch_addr, this machine's "
+            "address as that host reaches it"
+        ) from error
+
+
+def _ssh_address(name: str) -> str:
+    """The address that ssh's configuration has for a host.
+
+    Raises:
+        OSError: there is no ssh, or it does not say (its configuration may run commands).
+    """
+    command = ["ssh", "-G", name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SSH_SECONDS, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise OSError(f"{shlex.join(command)} takes more than {_SSH_SECONDS} s") from error
+    found = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("hostname ")]
+    return found[0] if found else name

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.cluster.world import World
 from pipeline.job.resolve import PROJECT
+from pipeline.job.world import World
 from pipeline.launch.host_check.ask import Way
 from pipeline.launch.host_check.reach import failure_of
 from pipeline.launch.host_check.session import Session, close_all, room_for

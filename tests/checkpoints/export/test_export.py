@@ -19,15 +19,15 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.base.problems import JobError
+from pipeline.checkpoints.export import safetensors_writer
 from pipeline.checkpoints.export.checkpoint_at import checkpoint_at
 from pipeline.checkpoints.export.checkpoint_tensors import proven_state
 from pipeline.checkpoints.export.export_place import ExportPlace
+from pipeline.checkpoints.export.safetensors_writer import write_weights
 from pipeline.checkpoints.folder import TrainState
 from pipeline.checkpoints.transfer import save_checkpoint
 from pipeline.export import bytes_of, main
 from pipeline.generate import main as generate
-from pipeline.hugging_face import safetensors_writer
-from pipeline.hugging_face.safetensors_writer import write_weights
 from pipeline.job.job import Job
 from pipeline.job.model_presets import PRESETS
 from pipeline.model.parameter_counts import block_parameters

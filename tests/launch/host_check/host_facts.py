@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from pipeline.cluster.hostfile import Host
+from pipeline.job.world import Host
 from pipeline.launch.host_check.ask import Answers, HostReport
 from pipeline.launch.host_check.judge import Survey
 

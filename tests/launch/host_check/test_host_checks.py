@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.cluster.world import World
+from pipeline.job.world import World
 from pipeline.launch.host_check.ask import Answers, HostReport
 from pipeline.launch.host_check.hardware import HARDWARE
 from pipeline.launch.host_check.host_check import CHECKS, HostCheck, HostProblem, host_problems, world_found

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.cluster.hostfile import Host
+from pipeline.job.world import Host
 from pipeline.launch.host_check import session as session_module
 from pipeline.launch.host_check.ask import Question, ask_hosts, way_to_hosts
 from pipeline.launch.host_check.probe import REQUEST, TOKEN

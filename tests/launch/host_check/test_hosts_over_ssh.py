@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cluster.hostfile import Host
+from pipeline.job.world import Host
 from pipeline.launch.host_check.ask import Question, ask_hosts, way_to_hosts
 from tests.hosts import Hosts
 from tests.hosts.slurm import start_slurm, why_no_slurm

@@ -11,9 +11,8 @@ import time
 import psutil
 import pytest
 
-from pipeline.cluster.hostfile import Host
-from pipeline.cluster.rank_environment import LOOPBACK, free_port
-from pipeline.cluster.world import World
+from pipeline.cluster.rank_environment import free_port
+from pipeline.job.world import LOOPBACK, Host, World
 from pipeline.launch.host_check.session import local_command
 from pipeline.launch.network_test import network_test as fabric
 from pipeline.launch.network_test.network_test import FabricTest, run_fabric_test

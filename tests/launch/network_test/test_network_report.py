@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.cluster.hostfile import Host
-from pipeline.cluster.world import World
 from pipeline.job.report import console
+from pipeline.job.world import Host, World
 from pipeline.launch.network_test.network_test import FABRIC_SECONDS, FabricTest, time_limit
 from pipeline.launch.network_test.rank import ROUNDS, groups, send_rounds
 from pipeline.launch.network_test.report import fabric_problems, fabric_tables

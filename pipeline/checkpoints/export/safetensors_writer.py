@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipeline.hugging_face.rounding import rounded
+from pipeline.checkpoints.export.rounding import rounded
 from pipeline.hugging_face.safetensors_files import INDEX, SIZES, WEIGHTS
 
 Shape = tuple[int, ...]
