@@ -51,7 +51,7 @@ LAUNCH_SECONDS = (4.0, 16.0)
 ORPHAN_SECONDS = 60.0
 KEEP_LAST, KEEP_EVERY = 2, 16
 LAUNCH_EVERY = 20
-LAUNCH = PROJECT / "pipeline" / "cluster" / "launch.py"
+LAUNCH = PROJECT / "pipeline" / "launch" / "launch.py"
 
 # SGD, whose steps keep rounding differences small; the rate stays, so that a run has no end of its own.
 SETTINGS: dict[str, Any] = {

@@ -63,7 +63,7 @@ class Cluster:
                 place = str(places[mount["name"]])
                 words = [re.sub(rf"^{mount['mountPath']}\b", place, word) for word in words]
         # launch.sh without the set-up is this line.
-        command = [sys.executable, ROOT / "pipeline" / "cluster" / "launch.py", *words]
+        command = [sys.executable, ROOT / "pipeline" / "launch" / "launch.py", *words]
         environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **CREDENTIALS}
         return self.hosts.start(self.hosts.names[index], command, env=environment, cwd=ROOT)
 

@@ -15,7 +15,7 @@ IN_ITS_ENVIRONMENT = (PROJECT / ".venv").resolve() == (PROJECT / sys.prefix).res
 LAUNCH = (
     [str(PROJECT / "launch.sh")]
     if IN_ITS_ENVIRONMENT
-    else [sys.executable, str(PROJECT / "pipeline" / "cluster" / "launch.py")]
+    else [sys.executable, str(PROJECT / "pipeline" / "launch" / "launch.py")]
 )
 
 

@@ -164,7 +164,7 @@ def test_a_rank_outside_the_checked_world_is_a_wrong_job(
     (tmp_path / "key").touch(0o600)
     (tmp_path / "key").write_text("token")
     ticket = Ticket(hosts=(("here", 2),), address="127.0.0.1", port=hub.port, key_file=str(tmp_path / "key"))
-    rank = [sys.executable, str(ROOT / "tests" / "cluster" / "stand_in.py"), encode(ticket)]
+    rank = [sys.executable, str(ROOT / "tests" / "cluster" / "agent" / "stand_in.py"), encode(ticket)]
     launcher = f"import subprocess; subprocess.run({rank!r}, check=False)"
     place = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_SIZE": "3"}
     environment = os.environ | place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "7"}
@@ -174,7 +174,7 @@ def test_a_rank_outside_the_checked_world_is_a_wrong_job(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_stop_during_the_check_says_so(tmp_path: Path, number: signal.Signals) -> None:
-    launch = str(ROOT / "pipeline" / "cluster" / "launch.py")
+    launch = str(ROOT / "pipeline" / "launch" / "launch.py")
     code = (
         "import os, runpy, sys, pipeline.launch.campaign as campaign\n"
         f"campaign.run_job = lambda *_: os.kill(os.getpid(), {int(number)})\n"

@@ -19,7 +19,7 @@ from tests.processes import is_running
 ROOT = Path(__file__).parents[2]
 
 
-STAND_IN = ROOT / "tests" / "cluster" / "start_stand_in.py"
+STAND_IN = ROOT / "tests" / "launch" / "start_stand_in.py"
 
 
 @pytest.fixture

@@ -181,7 +181,7 @@ def test_slurm_needs_no_ssh(make_hosts) -> None:
 
 
 def test_a_start_goes_to_the_hosts_first(hosts: Hosts) -> None:
-    launch = [sys.executable, PROJECT / "pipeline" / "cluster" / "launch.py", "--hostfile"]
+    launch = [sys.executable, PROJECT / "pipeline" / "launch" / "launch.py", "--hostfile"]
     launch += [hosts.write_hostfile(1), "--output_dir", hosts.folder / "run"]
     with hosts.ssh_trouble("h2", "password"):
         done = hosts.run("h0", launch, timeout=60, cwd=PROJECT)
