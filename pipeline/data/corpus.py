@@ -22,6 +22,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
 from pipeline.base.problems import JobError, Problem
@@ -46,6 +47,21 @@ _LIBRARY_LEFT_OUT = frozenset(_NOT_LIBRARY | {"encodings", "pydoc_data"})
 _LIBRARY_GENERATED = ("_sysconfigdata", "config-")
 # Bytes of a named file that are looked at before a run starts.
 _BEGINNING = 1 << 16
+
+
+@dataclass(frozen=True)
+class SourceSpec:
+    """Where some of the documents come from.
+
+    Attributes:
+        name: For the console, the metrics and the checkpoint.
+        paths: Files and folders; none means the embedded corpus.
+        weight: Share of the samples, above 0; the sources' weights add up to 1.
+    """
+
+    name: str
+    paths: tuple[str, ...]
+    weight: Fraction = Fraction(1)
 
 
 @dataclass(frozen=True)

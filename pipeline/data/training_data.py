@@ -11,7 +11,7 @@ import numpy as np
 
 from pipeline.base.problems import JobError, Problem
 from pipeline.data.blend import Blend, Source
-from pipeline.data.corpus import Corpus, find_corpus
+from pipeline.data.corpus import Corpus, SourceSpec, find_corpus
 from pipeline.data.document_sets import AllBut, split_documents
 from pipeline.data.packing import PackedDataset
 from pipeline.data.preparation import Rules
@@ -21,7 +21,6 @@ from pipeline.data.token_file import JoinedTokens, TokenFile
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer, vocabulary_problems
 from pipeline.data.tokenizer_files import chosen_tokenizer
 from pipeline.data.watched_file import WatchedFile
-from pipeline.job.data_sources import SourceSpec
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from pipeline.base.json_reader import read_json
 from pipeline.base.problems import JobError, Problem
 from pipeline.base.user_input import exists
 from pipeline.base.words import did_you_mean
-from pipeline.data.corpus import data_problems
+from pipeline.data.corpus import SourceSpec, data_problems
 from pipeline.data.remote import is_remote, readable
 from pipeline.job.options import Options
 
@@ -32,21 +32,6 @@ SUM_TOLERANCE = Fraction(1, 100_000)
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,3})?")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _KEYS = frozenset({"name", "data", "weight"})
-
-
-@dataclass(frozen=True)
-class SourceSpec:
-    """Where some of the documents come from.
-
-    Attributes:
-        name: For the console, the metrics and the checkpoint.
-        paths: Files and folders; none means the embedded corpus.
-        weight: Share of the samples, above 0; the sources' weights add up to 1.
-    """
-
-    name: str
-    paths: tuple[str, ...]
-    weight: Fraction = Fraction(1)
 
 
 def one_source(paths: Sequence[str]) -> tuple[SourceSpec, ...]:

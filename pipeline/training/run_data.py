@@ -8,10 +8,11 @@ from functools import partial
 from pathlib import Path
 
 from pipeline.checkpoints.folder import TrainState
+from pipeline.data.corpus import SourceSpec
 from pipeline.data.preparation import Rules
 from pipeline.data.remote_cache import RemoteCache
 from pipeline.data.training_data import DataSettings, TrainingData, load_data
-from pipeline.job.data_sources import SourceSpec, training_sources, validation_sets
+from pipeline.job.data_sources import training_sources, validation_sets
 from pipeline.job.job import Job
 from pipeline.job.model_source import model_tokenizer
 

@@ -16,6 +16,7 @@ import torch
 from pipeline.base.problems import JobError
 from pipeline.data.batch import MicroBatch, digest, micro_batch
 from pipeline.data.blend import Blend, Source
+from pipeline.data.corpus import SourceSpec
 from pipeline.data.document_sets import AllBut
 from pipeline.data.evaluation import eval_batches
 from pipeline.data.loader import BatchLoader, read_step
@@ -24,7 +25,7 @@ from pipeline.data.progress import Progress, continue_blend
 from pipeline.data.token_file import open_token_file
 from pipeline.data.training_data import DataSettings, TrainingData, load_data
 from pipeline.data.watched_file import WatchedFile
-from pipeline.job.data_sources import SourceSpec, one_source
+from pipeline.job.data_sources import one_source
 from tests.data.sizes import Sizes
 
 
