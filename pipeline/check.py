@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 from pipeline.base.command import run_command
 from pipeline.base.problems import EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem
+from pipeline.cluster.folder_lock import running_problems
 from pipeline.cluster.launcher_options import (
     LauncherOptions,
 )
 from pipeline.cluster.rank_environment import free_port
-from pipeline.cluster.running import running_problems
 from pipeline.job.options import CheckOptions
 from pipeline.job.report import console, print_problems
 from pipeline.launch.environment import environment_problems, examine_environment, training_devices

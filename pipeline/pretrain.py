@@ -33,15 +33,15 @@ from pipeline.base.problems import EXIT_FAILED, EXIT_STOPPED, EXIT_WRONG_JOB, Jo
 from pipeline.checkpoints.resume import resume_problems
 from pipeline.checkpoints.space import space_problems
 from pipeline.cluster.agent.rank_link import Inherited, NullLink, RankLink, connect, split_inherited
+from pipeline.cluster.folder_lock import only_job
 from pipeline.cluster.outcome import Outcome, record_outcome
 from pipeline.cluster.rank_environment import RankEnvironment, read_rank_environment
-from pipeline.cluster.running import only_job
-from pipeline.cluster.stop_stamp import with_stamp
 from pipeline.cluster.world import world_from_environment
 from pipeline.job.job import Job
 from pipeline.job.options import Options, parse_options
 from pipeline.job.report import console, print_problems, problems_text
 from pipeline.job.resolve import resolve
+from pipeline.job.stop_file import with_stamp
 from pipeline.job.world import Host
 from pipeline.training.process_end import end_process
 from pipeline.training.signals import StoppedEarly, StopRequest

@@ -1,4 +1,4 @@
-"""Files replaced whole or not at all, files of lines, locks, and the kind of file system a folder lies on."""
+"""Files replaced whole or not at all, files of lines, locks, kinds of file systems, this system's name."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ _MESSAGE_SECONDS = 10.0
 # What is done sooner needs no word.
 _PATIENCE_SECONDS = 2.0
 _MOUNTS = Path("/proc/self/mountinfo")
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_PROCESSES = Path("/proc/self/ns/pid")
 # Disks of one machine: whoever writes there runs on this system, or has the disk by its network service.
 LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "ramfs", "overlay"})
 
@@ -202,3 +204,10 @@ def _unescaped(text: str) -> str:
 def is_local(folder: Path) -> bool:
     """Whether a folder lies on a disk of this machine."""
     return file_system_of(folder) in LOCAL
+
+
+def this_system() -> tuple[str, str]:
+    """Names of this run of the operating system, and of the space that process ids belong to: containers have
+    one of their own. Empty where the system does not say."""
+    boot = _BOOT.read_text(encoding="ascii").strip() if _BOOT.exists() else ""
+    return boot, str(_PROCESSES.stat().st_ino) if _PROCESSES.exists() else ""

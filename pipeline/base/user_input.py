@@ -12,8 +12,6 @@ _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _WITH_UNITS = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 # Slurm's: days-hours[:minutes[:seconds]], hours:minutes:seconds, minutes:seconds.
 _WITH_COLONS = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
-# What --stop_stamp must look like; `pipeline.cluster.stop_stamp` says what it means.
-STAMP = re.compile(r"([^:]*:[^:]*):(?:none|(\d+):(-?\d+)):(.+)", re.DOTALL)
 
 
 def exists(path: str | Path) -> bool:

@@ -1,4 +1,4 @@
-"""What this machine computes with, asked of the CUDA driver itself. No torch.
+"""What this machine computes with, asked of the CUDA driver itself, and which driver a torch needs.
 
 The driver library is the one that torch uses, and honours CUDA_VISIBLE_DEVICES as torch does; asking it
 takes a fraction of a second and needs no nvidia-smi.
@@ -25,6 +25,9 @@ _COMPUTE_CAPABILITY_MINOR = 76
 _SET_BY_DEEPSPEED_LAUNCHER = "CROSS_RANK"
 # Ampere (8.0) is the first generation with bf16 arithmetic.
 BF16_CAPABILITY = (8, 0)
+# The oldest driver branch for each major version of CUDA ("CUDA Compatibility", minor version
+# compatibility, table 1): every build of that major version runs on it and on newer ones.
+_OLDEST_BRANCH = {"11": 450, "12": 525, "13": 580}
 
 
 @dataclass(frozen=True)
@@ -102,3 +105,13 @@ def _describe(driver: ctypes.CDLL, index: int) -> Gpu:
     driver.cuDeviceGetAttribute(ctypes.byref(major), _COMPUTE_CAPABILITY_MAJOR, index)
     driver.cuDeviceGetAttribute(ctypes.byref(minor), _COMPUTE_CAPABILITY_MINOR, index)
     return Gpu(index, name.value.decode(), (major.value, minor.value))
+
+
+def driver_needed(driver: str, cuda: str) -> int | None:
+    """The driver branch that a build for CUDA `cuda` (such as 12.8) needs, if `driver` is older; else None.
+
+    A major version of CUDA that is not known here is not judged.
+    """
+    needed = _OLDEST_BRANCH.get(cuda.partition(".")[0])
+    branch = driver.partition(".")[0]
+    return needed if needed is not None and branch.isdecimal() and int(branch) < needed else None

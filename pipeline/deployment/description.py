@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.base.problems import JobError, Problem
-from pipeline.cluster.forwarded import is_secret
+from pipeline.cluster.forwarded_environment import is_secret
 from pipeline.cluster.hostfile import read_hostfile, select_hosts
 from pipeline.cluster.launcher_options import LauncherOptions, launcher_problems, split_arguments
 from pipeline.data.remote import credentials_problem, is_remote

@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterator
 
 from pipeline.base.problems import Problem
-from pipeline.base.user_input import STAMP, exists, is_text, parse_duration
+from pipeline.base.user_input import exists, is_text, parse_duration
 from pipeline.job.options import Options
+from pipeline.job.stop_file import STAMP
 
 # Smallest value of each whole-number option; None stays None.
 LOWEST = {

@@ -13,13 +13,13 @@ from pipeline.base.problems import EXIT_FAILED, EXIT_STOPPED, EXIT_WRONG_JOB, Jo
 from pipeline.checkpoints.manifest import Checkpoint
 from pipeline.checkpoints.select import select_checkpoint
 from pipeline.cluster.agent.hub_settings import Limits
+from pipeline.cluster.folder_lock import running_problems
 from pipeline.cluster.launcher_options import LauncherOptions
-from pipeline.cluster.running import running_problems
-from pipeline.cluster.stop_stamp import with_stamp
 from pipeline.job.job import Job
 from pipeline.job.options import Options
 from pipeline.job.report import console, print_problems
 from pipeline.job.resolve import Draft
+from pipeline.job.stop_file import with_stamp
 from pipeline.launch.fewer_hosts import Plan, describe, describe_return, on_hosts, plan_fewer
 from pipeline.launch.host_check.host_check import HostCheck
 from pipeline.launch.host_check.reach import NoWay

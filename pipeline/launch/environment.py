@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.problems import Problem
-from pipeline.cluster.drivers import driver_needed
+from pipeline.cluster.devices import driver_needed
 from pipeline.cluster.world import available_cores
 from pipeline.job.resolve import PROJECT
 from pipeline.launch.host_check.ask import Question, ask_hosts, way_to_hosts

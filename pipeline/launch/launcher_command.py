@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.cluster.agent.ticket import Ticket, encode
-from pipeline.cluster.forwarded import launcher_environment
+from pipeline.cluster.forwarded_environment import launcher_environment
 from pipeline.cluster.launcher_options import LauncherOptions
 from pipeline.cluster.rank_environment import free_port
 from pipeline.cluster.world import available_cores
@@ -17,7 +17,7 @@ from pipeline.job.world import LOOPBACK, World
 SCRIPT = Path(__file__).resolve().parents[1] / "pretrain.py"
 DEEPSPEED = (sys.executable, "-m", "deepspeed.launcher.runner")
 # DeepSpeed's own default. Where hosts are started one by one, all must know it beforehand; otherwise the
-# hub replaces it by a port that is free on the first host.
+# coordinator replaces it by a port that is free on the first host.
 REMOTE_MASTER_PORT = 29500
 
 
@@ -47,7 +47,7 @@ def plan_launch(
 ) -> Launch:
     """The exact start of `script` on every rank of `world`.
 
-    The job's arguments stand on the command line only where there is no hub that hands them out: with
+    The job's arguments stand on the command line only where there is no coordinator that hands them out: with
     --no_ssh, when no shell reads it.
     """
     port = options.master_port or (free_port() if world.is_local else REMOTE_MASTER_PORT)
@@ -89,7 +89,7 @@ def _where(options: LauncherOptions, world: World) -> list[str]:
 
 def _rendezvous(options: LauncherOptions, world: World, port: int) -> list[str]:
     """Given an address, the launcher asks no host for one. It is the name of the first host; the ranks meet
-    where the hub sees rank 0."""
+    where the coordinator sees rank 0."""
     address = options.master_addr or (LOOPBACK if world.is_local else world.hosts[0].name.rpartition("@")[2])
     # The hosts have been checked, all of them and with a time limit; the launcher's check has neither.
     check = [] if options.no_ssh else ["--no_ssh_check"] if world.hostfile is not None else []

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from pipeline.base.problems import Problem
 from pipeline.base.words import counted
-from pipeline.cluster.forwarded import FIND_MODULES, PLAIN
+from pipeline.cluster.forwarded_environment import FIND_MODULES, PLAIN
 from pipeline.cluster.launcher_options import LauncherOptions
 from pipeline.job.world import World
 

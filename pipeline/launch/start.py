@@ -13,8 +13,7 @@ from pipeline.cluster.agent.credential import key_in_memory, new_key
 from pipeline.cluster.agent.hub import Hub
 from pipeline.cluster.agent.hub_settings import HubSettings
 from pipeline.cluster.agent.ticket import Ticket
-from pipeline.cluster.deepspeed_env import deepspeed_env
-from pipeline.cluster.forwarded import forwarded
+from pipeline.cluster.forwarded_environment import deepspeed_env, forwarded
 from pipeline.cluster.launcher_options import LauncherOptions
 from pipeline.job.world import World
 from pipeline.launch.host_check.ask import way_to_hosts

@@ -16,12 +16,12 @@ from pipeline.checkpoints.select import Selection, select_checkpoint
 from pipeline.checkpoints.space import checkpoint_bytes
 from pipeline.cluster.agent.rank_link import RankLink
 from pipeline.cluster.rank_environment import RankEnvironment
-from pipeline.cluster.stop_stamp import read_stamp, stamp_of, stop_path
 from pipeline.data.remote_cache import RemoteCache
 from pipeline.data.training_data import TrainingData
 from pipeline.engine.agreement import agree_on_start
 from pipeline.engine.distributed import share_cores, start_distributed
 from pipeline.job.job import Job
+from pipeline.job.stop_file import read_stamp, stamp_of, stop_path
 from pipeline.parallel.context import Parallel
 from pipeline.training.console import Console, make_console
 from pipeline.training.metrics import METRICS_FILE, unusable_metrics

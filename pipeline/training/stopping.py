@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from pipeline.cluster.stop_stamp import Stamp, stamp_of
+from pipeline.job.stop_file import Stamp, stamp_of
 from pipeline.training.signals import StopRequest
 
 # Codes beside the numbers of signals, which are below 65.

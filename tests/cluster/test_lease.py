@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from pipeline.base.files import file_system_of, is_local
-from pipeline.cluster.lease import FolderLease, LeaseTaken, Timing, own_lease, read_lease
+from pipeline.cluster.folder_lock import FolderLease, LeaseTaken, Timing, own_lease, read_lease
 
 QUICK = Timing(beat=0.05, expiry=0.6, look=0.05, settle=0.1)
 

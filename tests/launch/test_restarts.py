@@ -16,9 +16,9 @@ from pipeline.checkpoints.select import lineage_after
 from pipeline.cluster.agent.roster import Failure, Roster, Verdict, error_kind, first_failure, ranges
 from pipeline.cluster.hostfile import read_hostfile
 from pipeline.cluster.launcher_options import LauncherOptions, launcher_problems
-from pipeline.cluster.stop_stamp import read_stamp
 from pipeline.job.job import Job
 from pipeline.job.options import Options
+from pipeline.job.stop_file import read_stamp
 from pipeline.job.world import Host, World
 from pipeline.launch import campaign
 from pipeline.launch.campaign import tell_how_to_go_on

@@ -14,10 +14,10 @@ from pipeline import pretrain
 from pipeline.base.user_input import parse_duration
 from pipeline.cluster.agent.rank_link import RankLink
 from pipeline.cluster.rank_environment import RankEnvironment
-from pipeline.cluster.stop_stamp import read_stamp, stamp_of, stamped, with_stamp
 from pipeline.job.job import Job
 from pipeline.job.option_ranges import option_problems
 from pipeline.job.options import Options, parse_options
+from pipeline.job.stop_file import read_stamp, stamp_of, stamped, with_stamp
 from pipeline.training import stopping
 from pipeline.training.preparing import _stopping
 from pipeline.training.signals import StopRequest

@@ -35,7 +35,7 @@ from pipeline.cluster.agent.ticket import Ticket, split_ticket
 from pipeline.cluster.agent.wire import Connection, Message
 from pipeline.cluster.outcome import Outcome, read_outcome, write_outcome
 from pipeline.cluster.rank_environment import RankEnvironment, free_port
-from pipeline.cluster.stop_stamp import stamped
+from pipeline.job.stop_file import stamped
 
 # What a rank is told when its guard is.
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from pipeline.cluster.drivers import driver_needed
+from pipeline.cluster.devices import driver_needed
 from pipeline.launch.host_check.ask import HostReport
 from pipeline.launch.host_check.judge import Check, Survey, Wrong, alike_where_there, each, failed, size
 

@@ -11,9 +11,8 @@ from pathlib import Path
 
 from pipeline.base.problems import Problem
 from pipeline.base.user_input import exists
-from pipeline.cluster.deepspeed_env import deepspeed_env
 from pipeline.cluster.devices import BF16_CAPABILITY
-from pipeline.cluster.forwarded import forwarded
+from pipeline.cluster.forwarded_environment import deepspeed_env, forwarded
 from pipeline.cluster.launcher_options import LauncherOptions
 from pipeline.data.remote import is_remote
 from pipeline.job.data_sources import training_paths, validation_paths

@@ -1,31 +1,32 @@
-"""What lies at a stop file's path before a run begins: only what comes later stops the run. No torch.
+"""What lies at a stop file's path before a run begins: only what comes later stops the run.
 
     5f0c2e..:4026531836:1441:1712345678901234567:runs/mine/STOP     system, its processes, inode, time of the
     5f0c2e..:4026531836:none:runs/mine/STOP                         last change in nanoseconds; none: no file
 
 A launch looks at its first moment and tells rank 0 (`--stop_stamp`). On another system the path may lead to
-another file: there, and without a launch, rank 0's guard looks as soon as it is started. What neither could
+another file: there, and without a launch, rank 0's agent looks as soon as it is started. What neither could
 know, such as a folder that the model's name decides, rank 0 sees when it has read its options.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.base.user_input import STAMP
-from pipeline.cluster.lease import own_lease
+from pipeline.base.files import this_system
 
-if TYPE_CHECKING:  # a guard starts faster without
+if TYPE_CHECKING:  # an agent starts faster without
     from pipeline.job.options import Options
 
 STOP_FILE = "STOP"
 # Inode, and time of the last change in nanoseconds; None: there is no file.
 Stamp = tuple[int, int] | None
+STAMP = re.compile(r"([^:]*:[^:]*):(?:none|(\d+):(-?\d+)):(.+)", re.DOTALL)
 
 
 def stop_path(stop_file: str | None, output_dir: str | None) -> Path | None:
@@ -91,5 +92,4 @@ def _is_of(written: str | None, path: Path) -> bool:
 
 
 def _system() -> str:
-    lease = own_lease()
-    return f"{lease.boot}:{lease.processes}"
+    return ":".join(this_system())

@@ -15,9 +15,8 @@ import pytest
 
 from pipeline import check
 from pipeline.base.problems import EXIT_WRONG_JOB, JobError
-from pipeline.cluster import running
-from pipeline.cluster.lease import Timing
-from pipeline.cluster.running import only_job, running_problems
+from pipeline.cluster import folder_lock
+from pipeline.cluster.folder_lock import Timing, only_job, running_problems
 from pipeline.launch import campaign, launch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +37,7 @@ def test_a_second_job_is_refused_until_the_first_has_ended(tmp_path: Path) -> No
 
 def test_a_job_that_is_killed_leaves_the_folder_free(tmp_path: Path) -> None:
     program = (
-        "import sys, time; from pipeline.cluster.running import only_job\n"
+        "import sys, time; from pipeline.cluster.folder_lock import only_job\n"
         "with only_job(sys.argv[1]): print('here', flush=True); time.sleep(60)"
     )
     command = [sys.executable, "-c", program, str(tmp_path)]
@@ -54,7 +53,7 @@ def test_a_file_system_without_locks_excludes_too(tmp_path: Path, monkeypatch: p
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(running.fcntl, "flock", no_locks)
+    monkeypatch.setattr(folder_lock.fcntl, "flock", no_locks)
     with only_job(tmp_path, Timing(settle=0.1)):
         assert "another job is running" in running_problems(tmp_path)[0].rule
         with pytest.raises(JobError, match="another job is running"), only_job(tmp_path):

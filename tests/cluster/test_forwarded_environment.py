@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cluster.deepspeed_env import NAME, deepspeed_env
+from pipeline.cluster.forwarded_environment import ENV_FILE, deepspeed_env
 
 SECRET = "hunter2"
 
 
 def read(tmp_path: Path, text: str, launcher: str | None = None):
-    (tmp_path / NAME).write_text(text)
+    (tmp_path / ENV_FILE).write_text(text)
     return deepspeed_env(tmp_path, tmp_path, {}, launcher)
 
 
@@ -37,7 +37,7 @@ def read(tmp_path: Path, text: str, launcher: str | None = None):
 def test_lines_that_the_launcher_breaks_on(tmp_path: Path, line: str, rule: str) -> None:
     variables, (problem,) = read(tmp_path, f"GOOD=1\n{line}\nLAST=2\n")
     assert variables == {"GOOD": "1", "LAST": "2"}
-    assert problem.key == f"{tmp_path / NAME} line 2"
+    assert problem.key == f"{tmp_path / ENV_FILE} line 2"
     assert rule in problem.rule
     assert SECRET not in str(problem)
 
@@ -62,5 +62,5 @@ def test_the_current_folder_wins_over_home_and_the_name_can_be_another(tmp_path:
 
 
 def test_what_is_no_text(tmp_path: Path) -> None:
-    (tmp_path / NAME).write_bytes(b"\xff\xfe")
+    (tmp_path / ENV_FILE).write_bytes(b"\xff\xfe")
     assert "cannot be read" in deepspeed_env(tmp_path, tmp_path, {})[1][0].rule
