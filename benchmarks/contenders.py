@@ -23,8 +23,7 @@ from benchmarks.trainer import train
 from benchmarks.workers import Clock
 from pipeline.checkpoints.folder import TrainState
 from pipeline.cluster.rank_environment import RankEnvironment
-from pipeline.data.batch import MicroBatch
-from pipeline.data.loader import BatchLoader, read_step
+from pipeline.data.loader import BatchLoader, MicroBatch, read_step
 from pipeline.engine.build import build_engine
 from pipeline.engine.distributed import start_distributed
 from pipeline.engine.engine import TrainEngine

@@ -31,10 +31,9 @@ import psutil
 
 from benchmarks.report import Report, paired_ratio, spread
 from pipeline.data.corpus import find_corpus
-from pipeline.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from pipeline.data.preparation import Rules, usual_workers, write_tokens
 from pipeline.data.token_file import open_token_file
-from pipeline.data.tokenizer import load_tokenizer
+from pipeline.data.tokenizer import HuggingFaceTokenizer, load_tokenizer
 from pipeline.data.tokenizer_training import train_tokenizer
 
 SPEED_TO_REACH = 0.9

@@ -30,12 +30,10 @@ if __name__ == "__main__":
 import numpy as np
 
 from benchmarks.report import Report, paired_ratio, spread
-from pipeline.data.batch import micro_batch
-from pipeline.data.blend import Blend, Source
-from pipeline.data.document_sets import AllBut, split_documents
-from pipeline.data.epoch_index import EpochIndexes
+from pipeline.data.blend import Blend, BlendSource
+from pipeline.data.loader import micro_batch
+from pipeline.data.order import Complement, EpochIndexes, Order, split_documents
 from pipeline.data.packing import PackedDataset
-from pipeline.data.shuffle import Order
 
 # Tokens per second and rank that reading must reach.
 SPEED_TO_REACH = 50e6
@@ -102,7 +100,7 @@ def _blend(tokens: np.ndarray, offsets: np.ndarray, sources: int, **options: boo
     parts = np.array_split(np.arange(DOCUMENTS), sources)
     return Blend(
         [
-            Source(
+            BlendSource(
                 str(number),
                 Fraction(weight),
                 PackedDataset(tokens, offsets, part, SEQUENCE, number, vocab_size=50_000, **options),
@@ -134,7 +132,7 @@ def _bare(tokens: np.ndarray) -> Callable[[], None]:
 
 def _index(folder: Path, documents: int, report: Report) -> dict[str, Any]:
     offsets = np.arange(0, 20 * documents + 1, 20)
-    everything = AllBut(documents, np.arange(0))
+    everything = Complement(documents, np.arange(0))
     most, _ = split_documents(documents, 0.05, 1)
 
     def seconds(action: Callable[[], object]) -> float:

@@ -21,12 +21,17 @@ from pipeline.base.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, J
 from pipeline.base.words import counted
 from pipeline.data.corpus import Corpus, data_problems, find_corpus
 from pipeline.data.input_kinds import token_prefix
-from pipeline.data.preparation import Progress, Rules, usual_workers, write_tokens
+from pipeline.data.preparation import PreparationProgress, Rules, usual_workers, write_tokens
 from pipeline.data.remote_cache import RemoteCache
 from pipeline.data.token_file import open_token_file
 from pipeline.data.token_report import TokenReport
-from pipeline.data.tokenizer import Tokenizer, load_tokenizer
-from pipeline.data.tokenizer_files import BESIDE_TOKENS, chosen_tokenizer, tokenizer_facts
+from pipeline.data.tokenizer import (
+    BESIDE_TOKENS,
+    Tokenizer,
+    chosen_tokenizer,
+    load_tokenizer,
+    tokenizer_facts,
+)
 from pipeline.data.tokenizer_training import train_tokenizer
 from pipeline.job.option_ranges import cache_problems
 from pipeline.job.report import console, print_interruption, print_problems
@@ -184,7 +189,7 @@ class _ProgressLine:
         self._terminal = sys.stdout.isatty()
         self._next = time.monotonic() + (0 if self._terminal else 10)
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: PreparationProgress) -> None:
         if time.monotonic() < self._next:
             return
         text = progress_text(progress)
@@ -200,7 +205,7 @@ class _ProgressLine:
         _say(message)
 
 
-def progress_text(progress: Progress) -> str:
+def progress_text(progress: PreparationProgress) -> str:
     """The line about a preparation under way."""
     counts, left = progress.counts, progress.seconds_left
     return (

@@ -1,21 +1,141 @@
-"""The batches of one data rank, read ahead by a thread."""
+"""Micro-batches of packed samples: for training, read ahead by a thread, and for evaluation."""
 
 from __future__ import annotations
 
+import hashlib
 import queue
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from pipeline.data.batch import StepBatch, micro_batch
-from pipeline.data.packing import Samples
+from pipeline.data.packing import PackedDataset, Samples
 
+PADDING_SAMPLE = -1
 # A waiting thread looks this often, in seconds, whether the other side is gone.
 _POLL = 0.1
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Whole rows, before any slicing over sequence ranks.
+
+    Attributes:
+        tokens: [micro batch, sequence] int64.
+        labels: [micro batch, sequence] int64, shifted already: labels[:, t] is the token after tokens[:, t].
+        mask: [micro batch, sequence] bool; False where the label does not count in the loss.
+        samples: Sample index of each row in its source: epoch * samples per epoch + number in the epoch; -1
+            is a row of padding.
+        documents: [micro batch, sequence] int64 document number of each token, counted from 0 in its row;
+            None where attention sees whole rows. Stays on the host, where layouts are made from it.
+        sources: Number of each row's source in the blend; empty where there is one source.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    mask: Tensor
+    samples: tuple[int, ...]
+    documents: Tensor | None = None
+    sources: tuple[int, ...] = ()
+
+    def to(self, device: torch.device | str) -> MicroBatch:
+        """The same with tokens, labels and mask on `device`."""
+        moved = (each.to(device, non_blocking=True) for each in (self.tokens, self.labels, self.mask))
+        return MicroBatch(*moved, self.samples, self.documents, self.sources)
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """One data rank's share of a global batch.
+
+    Attributes:
+        micro_batches: One per gradient accumulation step.
+        first_sample: Samples that the whole job had consumed before this step.
+        num_samples: Samples of the whole job in this step; the next step starts at their sum.
+        num_tokens: Input tokens of the whole job in this step, each counted once.
+    """
+
+    micro_batches: tuple[MicroBatch, ...]
+    first_sample: int
+    num_samples: int
+    num_tokens: int
+
+
+def micro_batch(samples: Samples) -> MicroBatch:
+    """Shift and mask rows of packed tokens. Masks are made from positions, never from token ids."""
+    rows = torch.from_numpy(samples.tokens)
+    labels = rows[:, 1:].contiguous()
+    mask = torch.arange(labels.shape[1]) < torch.from_numpy(samples.num_labels)[:, None]
+    if samples.counted is not None:
+        mask &= torch.from_numpy(samples.counted)
+    documents = None
+    if samples.documents is not None:
+        documents = torch.from_numpy(samples.documents)[:, :-1].contiguous()
+    sources = () if samples.sources is None else tuple(samples.sources.tolist())
+    indices = tuple(samples.indices.tolist())
+    return MicroBatch(rows[:, :-1].contiguous(), labels, mask, indices, documents, sources)
+
+
+def digest(step: StepBatch) -> int:
+    """A 63-bit hash of what the step holds, equal on every rank that must see the same samples.
+
+    It covers tokens, labels, masks, documents, sample indices and the position in the order; it fits an int64
+    tensor, and does not depend on the machine's byte order.
+    """
+    state = hashlib.blake2b(digest_size=8)
+    state.update(np.array([step.first_sample, step.num_samples], dtype="<i8").tobytes())
+    for batch in step.micro_batches:
+        state.update(np.array([*batch.tokens.shape, *batch.samples, *batch.sources], dtype="<i8").tobytes())
+        tensors = (batch.tokens, batch.labels, batch.mask, batch.documents)
+        for tensor in (each for each in tensors if each is not None):
+            state.update(tensor.cpu().numpy().astype("<i8", copy=False).tobytes())
+    return int.from_bytes(state.digest(), "little") >> 1
+
+
+def eval_batches(
+    dataset: PackedDataset, num_samples: int, micro_batch_size: int, data_rank: int, data_size: int
+) -> tuple[MicroBatch, ...]:
+    """The first `num_samples` held-out samples (all, if there are fewer), the share of `data_rank`.
+
+    Together the data ranks hold the same samples in every layout, each once. Every rank gets the same
+    number of micro-batches, at least one, of the same shape; rows beyond the last sample are zeros
+    with an empty mask, so a rank's share may hold no unmasked token at all.
+
+    Raises:
+        ValueError: a size below 1, or a rank that does not exist.
+    """
+    if min(num_samples, micro_batch_size, data_size) < 1 or not 0 <= data_rank < data_size:
+        raise ValueError(
+            f"num_samples {num_samples}, micro_batch_size {micro_batch_size} and data_size {data_size} "
+            f"must be at least 1, and data_rank {data_rank} in 0 .. data_size - 1"
+        )
+    count = min(num_samples, dataset.samples_per_epoch)
+    blocks = -(-count // (micro_batch_size * data_size)) * data_size
+    return tuple(
+        _padded(dataset, range(block * micro_batch_size, (block + 1) * micro_batch_size), count)
+        for block in range(data_rank, blocks, data_size)
+    )
+
+
+def _padded(dataset: PackedDataset, positions: range, count: int) -> MicroBatch:
+    """The samples at `positions`, with empty rows in place of those at `count` and beyond."""
+    samples = dataset.read([position for position in positions if position < count])
+    below = (0, len(positions) - len(samples.indices))
+    optional = (samples.documents, samples.counted)
+    return micro_batch(
+        Samples(
+            np.pad(samples.tokens, (below, (0, 0))),
+            np.pad(samples.num_labels, below),
+            np.pad(samples.indices, below, constant_values=PADDING_SAMPLE),
+            *(None if each is None else np.pad(each, (below, (0, 0))) for each in optional),
+        )
+    )
 
 
 class BatchSizes(Protocol):

@@ -13,7 +13,7 @@ A training set drops the tail (the next epoch's shuffle puts other tokens there)
 it, so that its loss covers each of its tokens.
 
 Sample i of an epoch, and so position p of the endless order, is a pure function of tokens, documents, seed
-and sequence length. It costs an index of the epoch's documents (`pipeline.data.epoch_index`), none of
+and sequence length. It costs an index of the epoch's documents (`pipeline.data.order`), none of
 samples.
 """
 
@@ -26,13 +26,8 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.data.document_sets import AllBut, DocumentSet
-from pipeline.data.epoch_index import EpochIndexes
-from pipeline.data.shuffle import Order
-
-
-class TokenError(RuntimeError):
-    """The tokens cannot be trained on: ids beyond the vocabulary, or files that changed under the run."""
+from pipeline.data.order import Complement, DocumentSet, EpochIndexes, Order
+from pipeline.data.token_file import TokenError
 
 
 @dataclass(frozen=True)
@@ -105,7 +100,7 @@ class PackedDataset:
         # Slices of a memmap cost more than those of a plain array over the same pages.
         self._tokens = np.asarray(tokens) if isinstance(tokens, np.ndarray) else tokens
         self._offsets = np.asarray(offsets)
-        self._documents = documents if isinstance(documents, AllBut) else np.asarray(documents, np.int64)
+        self._documents = documents if isinstance(documents, Complement) else np.asarray(documents, np.int64)
         self._find_documents = find_documents
         self._mask_document_end = mask_document_end
         self._vocab_size = vocab_size
@@ -216,7 +211,7 @@ def _worst(tokens: np.ndarray) -> int:
     return least if least < 0 else int(tokens.max())
 
 
-def _num_tokens(offsets: np.ndarray, documents: AllBut | np.ndarray) -> int:
-    if isinstance(documents, AllBut):
+def _num_tokens(offsets: np.ndarray, documents: Complement | np.ndarray) -> int:
+    if isinstance(documents, Complement):
         return int(offsets[-1]) - int(offsets[0]) - _num_tokens(offsets, documents.left_out)
     return int((offsets[documents + 1] - offsets[documents]).sum())

@@ -1,4 +1,4 @@
-"""From inputs to token files: read, encode on all cores, write, say how it goes. No torch."""
+"""From inputs to token files: read, encode on all cores, write; once per cache folder. No torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
@@ -16,10 +17,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from pipeline.base.files import file_lock, sync_folder
 from pipeline.base.problems import JobError, Problem
 from pipeline.data.corpus import Corpus, InputFile
 from pipeline.data.encoding import Encoded, Encoder, encode_tasks
 from pipeline.data.records import Task, read_tasks
+from pipeline.data.token_file import TokenFile, join_token_files, open_token_file, token_problems
 from pipeline.data.token_writer import Counts, TokenWriter, finish_interrupted
 from pipeline.data.tokenizer import Tokenizer
 
@@ -28,6 +31,9 @@ FORMAT = 2
 # Below this many bytes of input, starting processes costs more than they save.
 _SMALL = 16 << 20
 _PROGRESS_SECONDS = 1.0
+DEFAULT_WAIT = 1800.0
+# The token files inside a cache folder.
+_NAME = "tokens"
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Progress:
+class PreparationProgress:
     """How far a preparation is, since it was started or continued.
 
     Attributes:
@@ -97,7 +103,7 @@ def write_tokens(
     rules: Rules,
     workers: int,
     report: Callable[[str], None],
-    progress: Callable[[Progress], None] = lambda _: None,
+    progress: Callable[[PreparationProgress], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Tokenize the files of `corpus` into ``PREFIX.bin``, ``.idx`` and ``.json``; the description.
 
@@ -156,7 +162,7 @@ def _write_all(
     encoder: Encoder,
     rules: Rules,
     workers: int,
-    progress: Callable[[Progress], None],
+    progress: Callable[[PreparationProgress], None],
 ) -> None:
     cut = encoder.tokenizer.cuts_at_lines
     tasks = read_tasks(corpus.files, rules.text_field, writer.place, cut)
@@ -197,9 +203,9 @@ def _add(writer: TokenWriter, task: Task, result: Encoded, rules: Rules) -> list
 
 
 class _Meter:
-    """Turns counts into speeds, now and then."""
+    """BlendSchedule counts into speeds, now and then."""
 
-    def __init__(self, total: int, counts: Counts, progress: Callable[[Progress], None]) -> None:
+    def __init__(self, total: int, counts: Counts, progress: Callable[[PreparationProgress], None]) -> None:
         self._total, self._counts, self._progress = max(total, 1), counts, progress
         self._begin = self._last = time.monotonic()
         self._documents, self._tokens = counts.documents, counts.tokens
@@ -214,7 +220,7 @@ class _Meter:
         self._last, seconds = now, now - self._begin
         read = bytes_done - self._first
         self._progress(
-            Progress(
+            PreparationProgress(
                 min(bytes_done / self._total, 1.0),
                 (self._counts.documents - self._documents) / seconds,
                 (self._counts.tokens - self._tokens) / seconds,
@@ -279,3 +285,86 @@ def _no_document(corpus: Corpus, counts: Counts) -> Problem:
     aside = "; ".join(f"{entry.path}: {entry.reason}" for entry in counts.skipped[:3])
     rule = "there is no document in it" + (f" ({aside})" if aside else "")
     return Problem("data", corpus.name, rule, "Give files with UTF-8 text")
+
+
+def cached_tokens(
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    folder: Path,
+    report: Callable[[str], None],
+    time_limit: float = DEFAULT_WAIT,
+    rules: Rules | None = None,
+    report_work: Callable[[str], None] | None = None,
+) -> TokenFile:
+    """The tokens of `corpus`: of its text, made under `folder` if not there yet, and of its token files.
+
+    Every rank of a host calls it. One makes the tokens in a temporary folder, which gets its name only
+    when it is complete and on the disk; the others wait, with messages to `report`, at most
+    `time_limit` seconds. A process that is killed leaves no lock behind, and what it had made is
+    continued by the next. What the one at work says goes to `report_work`, by default `report`.
+
+    Raises:
+        JobError: inputs that cannot be used, a damaged cache, or token files of another tokenizer.
+        TimeoutError: the process at work did not finish in time.
+        OSError: the folder cannot be written.
+    """
+    prefixes = list(corpus.token_files)
+    files = [open_token_file(prefix) for prefix in prefixes]
+    problems = [
+        problem
+        for prefix, file in zip(prefixes, files, strict=True)
+        for problem in token_problems(prefix, file, tokenizer.identity, tokenizer.vocab_size)
+    ]
+    if problems:
+        raise JobError(problems)
+    if corpus.files:
+        files.insert(
+            0,
+            _tokens_of_text(
+                corpus, tokenizer, folder, report, report_work or report, time_limit, rules or Rules()
+            ),
+        )
+        prefixes.insert(0, "the text")
+    return join_token_files(prefixes, files)
+
+
+def _tokens_of_text(
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    folder: Path,
+    report: Callable[[str], None],
+    report_work: Callable[[str], None],
+    time_limit: float,
+    rules: Rules,
+) -> TokenFile:
+    folder.mkdir(parents=True, exist_ok=True)
+    identity = cache_identity(corpus, tokenizer, rules)
+    finished = folder / identity
+    if not finished.is_dir():
+        with file_lock(folder / f"{identity}.lock", time_limit, report):
+            if not finished.is_dir():
+                _make(finished, corpus, tokenizer, rules, report_work)
+    try:
+        return open_token_file(str(finished / _NAME))
+    except JobError as error:
+        rule = f"the token cache is damaged ({error.problems[0].rule})"
+        remedy = "Delete this folder; it is made again"
+        raise JobError([Problem("data", str(finished), rule, remedy)]) from error
+
+
+def _make(
+    finished: Path, corpus: Corpus, tokenizer: Tokenizer, rules: Rules, report: Callable[[str], None]
+) -> None:
+    """Write the token folder and let it appear at once. Called with the lock held."""
+    report(f"tokenizing {len(corpus.files):,} files of {corpus.name}")
+    temporary = finished.with_name(f"{finished.name}.partial")
+    temporary.mkdir(exist_ok=True)
+    try:
+        write_tokens(str(temporary / _NAME), corpus, tokenizer, rules, usual_workers(corpus), report)
+    except JobError:
+        # Nothing to go on from; but a full disk or a dead worker leaves what is written to be continued.
+        if not (temporary / f"{_NAME}.progress.json").exists():
+            shutil.rmtree(temporary)
+        raise
+    temporary.rename(finished)
+    sync_folder(finished.parent)

@@ -2,7 +2,7 @@
 
 A record is a document's text, or a line of JSON that holds one; the JSON is parsed by whoever encodes it,
 because parsing costs as much as reading. Records come in `Task`s of about a megabyte. After each task, its
-`Place` says where to read on, so that a killed preparation continues instead of starting again.
+`ReadPosition` says where to read on, so that a killed preparation continues instead of starting again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import IO, Any
 
 from pipeline.base.problems import JobError, Problem
 from pipeline.data.corpus import InputFile, unreadable
-from pipeline.data.zstd import ZstdReader
 
 TASK_BYTES = 1 << 20
 _TASK_RECORDS = 4096
@@ -28,7 +27,7 @@ _ROWS = 1024
 
 
 @dataclass(frozen=True)
-class Place:
+class ReadPosition:
     """Where to read on: this file, after that many of its records, which ended at that byte (JSON lines)."""
 
     file: int = 0
@@ -57,12 +56,12 @@ class Task:
     closed: bool = True
     broken: bool = False
     skipped: list[tuple[InputFile, str]] = field(default_factory=list)
-    after: Place | None = None
+    after: ReadPosition | None = None
     bytes_done: int = 0
 
 
 def read_tasks(
-    files: Sequence[InputFile], text_field: str, start: Place, cut_long_texts: bool
+    files: Sequence[InputFile], text_field: str, start: ReadPosition, cut_long_texts: bool
 ) -> Iterator[Task]:
     """The records of `files` from `start` on.
 
@@ -80,8 +79,8 @@ def read_tasks(
     texts = Task()
     size = 0
     for number, file in enumerate(files[start.file :], start.file):
-        here = start if number == start.file else Place(number)
-        end = Place(number + 1)
+        here = start if number == start.file else ReadPosition(number)
+        end = ReadPosition(number + 1)
         if file.kind == "text" and (file.size <= PART_BYTES or not cut_long_texts):
             size += _add_text(texts, file)
             texts.after, texts.bytes_done = end, before + file.size
@@ -105,20 +104,20 @@ def read_tasks(
 
 def read_texts(files: Sequence[InputFile], text_field: str) -> Iterator[tuple[str, Any]]:
     """(name, record) of each record, JSON lines as bytes and texts as str; for training a tokenizer."""
-    for task in read_tasks(files, text_field, Place(), cut_long_texts=True):
+    for task in read_tasks(files, text_field, ReadPosition(), cut_long_texts=True):
         yield from zip(task.names, task.records, strict=True)
 
 
 def _guarded(file: InputFile, tasks: Iterator[Task]) -> Iterator[Task]:
     """Errors of damaged or unreadable files as problems."""
-    damaged = (EOFError, zlib.error, gzip.BadGzipFile)
     try:
         yield from tasks
-    except damaged as error:
+    except (OSError, EOFError, zlib.error) as error:
+        # The decompressors raise an OSError without a number, the system one with.
+        if isinstance(error, OSError) and error.errno is not None:
+            raise JobError([unreadable(file.path, error)]) from error
         rule = f"is damaged or cut off: {error}"
         raise JobError([Problem("data", file.path, rule, "Make or fetch the file again")]) from error
-    except OSError as error:
-        raise JobError([unreadable(file.path, error)]) from error
 
 
 def _add_text(task: Task, file: InputFile) -> int:
@@ -173,7 +172,7 @@ def _safe_cut(text: str) -> int:
     return max(place, 0)
 
 
-def _records(file: InputFile, text_field: str, start: Place) -> Iterator[Task]:
+def _records(file: InputFile, text_field: str, start: ReadPosition) -> Iterator[Task]:
     """JSON lines or rows, from `start` on."""
     json = file.kind == "jsonl"
     rows = _lines(file, start) if json else _rows(file, text_field, start.records)
@@ -184,7 +183,7 @@ def _records(file: InputFile, text_field: str, start: Place) -> Iterator[Task]:
             task.records.append(record)
             task.names.append(f"{file.path}:{number}")
             size += len(record or "")
-        task.after, task.bytes_done = Place(start.file, number, byte), byte
+        task.after, task.bytes_done = ReadPosition(start.file, number, byte), byte
         if size >= TASK_BYTES or len(task.records) >= _TASK_RECORDS:
             yield task
             task, size = Task(json=json), 0
@@ -192,17 +191,11 @@ def _records(file: InputFile, text_field: str, start: Place) -> Iterator[Task]:
         yield task
 
 
-def _lines(file: InputFile, start: Place) -> Iterator[tuple[bytes, int]]:
+def _lines(file: InputFile, start: ReadPosition) -> Iterator[tuple[bytes, int]]:
     """(line, bytes of the file read with it) of plain or compressed text."""
     with Path(file.path).open("rb", buffering=1 << 20) as raw:
-        name = file.path.lower()
-        if name.endswith((".gz", ".zst")):
-            unpacked: IO[bytes] = (
-                gzip.GzipFile(fileobj=raw)
-                if name.endswith(".gz")
-                else io.BufferedReader(ZstdReader(raw), buffer_size=1 << 20)
-            )
-            for number, line in enumerate(unpacked, 1):
+        if file.path.lower().endswith((".gz", ".zst")):
+            for number, line in enumerate(_unpacked(raw, file.path.lower()), 1):
                 if number > start.records:
                     yield line, raw.tell()
             return
@@ -211,6 +204,16 @@ def _lines(file: InputFile, start: Place) -> Iterator[tuple[bytes, int]]:
         for line in raw:
             byte += len(line)
             yield line, byte
+
+
+def _unpacked(raw: IO[bytes], name: str) -> IO[bytes]:
+    """The content of a .gz or .zst file, member after member; reading it raises where the file is cut off."""
+    if name.endswith(".gz"):
+        return gzip.GzipFile(fileobj=raw)  # type: ignore[return-value]
+    import pyarrow as pa
+
+    # Unlike the reader of `zstandard`, this one does not take the end of a file for the end of the data.
+    return io.BufferedReader(pa.CompressedInputStream(raw, "zstd"), buffer_size=1 << 20)
 
 
 def _rows(file: InputFile, text_field: str, skip: int) -> Iterator[tuple[str | None, int]]:

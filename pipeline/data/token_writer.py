@@ -25,8 +25,8 @@ import numpy as np
 from pipeline.base.files import replaced_atomically, sync_folder
 from pipeline.base.problems import JobError, Problem
 from pipeline.data.corpus import Skipped
-from pipeline.data.records import Place
-from pipeline.data.token_format import write_index
+from pipeline.data.records import ReadPosition
+from pipeline.data.token_file import write_index
 
 # A kill costs at most this much work, in seconds.
 _COMMIT_SECONDS = 5.0
@@ -102,7 +102,7 @@ class TokenWriter:
     def __init__(self, prefix: str, dtype: np.dtype, identity: str) -> None:
         self.paths = Paths(prefix)
         self.dtype, self.identity = dtype, identity
-        self.place, self.counts, self.resumed = Place(), Counts(), False
+        self.place, self.counts, self.resumed = ReadPosition(), Counts(), False
         self._open_tokens = 0
         self._begin = time.monotonic()
         self._last_commit = self._begin
@@ -151,7 +151,7 @@ class TokenWriter:
         self._bin.truncate(self.counts.tokens * self.dtype.itemsize)
         self._open_tokens = 0
 
-    def commit_now_and_then(self, place: Place) -> None:
+    def commit_now_and_then(self, place: ReadPosition) -> None:
         """Make sure, every few seconds, that a kill does not lose what is written; no document is open."""
         self.place = place
         if time.monotonic() - self._last_commit >= _COMMIT_SECONDS:
@@ -233,14 +233,14 @@ def _publish(paths: Paths) -> None:
     paths["sizes.partial"].unlink(missing_ok=True)
 
 
-def _noted(path: Path, identity: str) -> tuple[Place, Counts] | None:
+def _noted(path: Path, identity: str) -> tuple[ReadPosition, Counts] | None:
     try:
         note = json.loads(path.read_text(encoding="utf-8"))
         if note["identity"] != identity or note["finished"]:
             return None
         counts = Counts(**note["counts"])
         counts.skipped = [Skipped(**entry) for entry in note["counts"]["skipped"]]
-        return Place(**note["place"]), counts
+        return ReadPosition(**note["place"]), counts
     except (OSError, ValueError, KeyError, TypeError):
         return None  # no note, or none that can be trusted: everything is made anew
 

@@ -1,25 +1,222 @@
-"""Text to token ids and back. No torch; `tokenizers` only where a Hugging Face tokenizer is used.
+"""Text to token ids and back, and tokenizer folders as files. No torch; `tokenizers` only where it encodes.
 
 Every tokenizer offers the same few members (`Tokenizer`); the byte tokenizer is the default, because
-it needs no file, no training and no download, and knows every text.
+it needs no file, no training and no download, and knows every text. What a folder says (vocabulary size,
+identity) is read in milliseconds, without the library. A folder has
+
+    tokenizer.json         the tokenizer itself, as the `tokenizers` library writes it
+    tokenizer_config.json  among others eos_token, which ends a document
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from pipeline.base.problems import Problem
-from pipeline.data.tokenizer_files import (
-    BYTES,
-    TokenizerFacts,
-    byte_tokenizer_json,
-    read_tokenizer_folder,
-    write_tokenizer_folder,
-)
+from pipeline.base.files import replaced_atomically
+from pipeline.base.problems import JobError, Problem
+from pipeline.base.user_input import is_folder
+from pipeline.data.input_kinds import token_prefix
+
+BYTES = "bytes"
+# Behind the PREFIX of token files: the folder with their tokenizer.
+BESIDE_TOKENS = ".tokenizer"
+TOKENIZER, CONFIG = "tokenizer.json", "tokenizer_config.json"
+_SPECIAL_TOKENS = "special_tokens_map.json"
+_MODEL_CONFIG = "config.json"
+# What the library may add at encoding time, and is turned off here: it does not make another tokenizer.
+_NOT_IDENTITY = ("truncation", "padding", "post_processor")
+
+
+@dataclass(frozen=True)
+class TokenizerFacts:
+    """What a folder says.
+
+    Attributes:
+        name: The folder, for messages.
+        identity: ``bytes``, or a hash of all that decides the ids of a text and of its end.
+        vocab_size: Highest id + 1, added tokens included.
+        end_of_document: Id of eos_token.
+        eos_token: Its text.
+        json: Content of tokenizer.json.
+    """
+
+    name: str
+    identity: str
+    vocab_size: int
+    end_of_document: int
+    eos_token: str
+    json: str
+
+
+def tokenizer_facts(name: str | None) -> TokenizerFacts:
+    """What is known of the tokenizer `name`: ``bytes`` (also for None) or a folder.
+
+    Raises:
+        JobError: there is no such folder, or it lacks what is needed.
+    """
+    if name is None or name == BYTES:
+        return _facts(BYTES, byte_tokenizer_json(), "<|endoftext|>")
+    return read_tokenizer_folder(name)
+
+
+def chosen_tokenizer(name: str | None, paths: Sequence[str], default: str | None = None) -> str | None:
+    """The tokenizer for data: the one that is named, else the one saved beside the token files among `paths`,
+    else `default`. None is the byte tokenizer."""
+    if name is not None:
+        return name
+    prefixes = (token_prefix(path) for path in paths)
+    folders = (f"{prefix}{BESIDE_TOKENS}" for prefix in prefixes if prefix is not None)
+    return next((folder for folder in folders if is_folder(folder)), default)
+
+
+def read_tokenizer_folder(name: str) -> TokenizerFacts:
+    """Read a Hugging Face tokenizer folder.
+
+    Raises:
+        JobError: no folder, no tokenizer.json in it, no eos_token named, or one that has no id.
+    """
+    folder = Path(name)
+    try:
+        text = (folder / TOKENIZER).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise JobError([_no_folder(folder, error)]) from error
+    try:
+        return _facts(name, text, _eos_token(folder))
+    except _Lacking as lacking:
+        raise JobError([Problem("tokenizer", name, str(lacking), lacking.remedy)]) from lacking
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        rule = f"{TOKENIZER} cannot be understood ({type(error).__name__}: {error})"
+        remedy = "Save the tokenizer again with a current transformers or tokenizers"
+        raise JobError([Problem("tokenizer", name, rule, remedy)]) from error
+
+
+class _Lacking(Exception):
+    def __init__(self, rule: str, remedy: str) -> None:
+        super().__init__(rule)
+        self.remedy = remedy
+
+
+def _facts(name: str, text: str, eos_token: str) -> TokenizerFacts:
+    ids, eos, digest = _parsed(text, eos_token)
+    if eos is None:
+        rule = f"its eos_token {eos_token!r}, which ends a document, has no id"
+        raise _Lacking(rule, f"Name a token of the vocabulary in {CONFIG}")
+    identity = BYTES if digest == _byte_digest() else f"sha256:{digest}"
+    return TokenizerFacts(name, identity, ids, eos, eos_token, text)
+
+
+@lru_cache(maxsize=4)
+def _parsed(text: str, eos_token: str) -> tuple[int, int | None, str]:
+    """Vocabulary size, id of the end of a document, digest."""
+    content = json.loads(text)
+    added = {token["content"]: token["id"] for token in content["added_tokens"]}
+    vocabulary = content["model"]["vocab"]
+    if isinstance(vocabulary, dict):
+        highest, eos = max(vocabulary.values(), default=-1), vocabulary.get(eos_token)
+    else:  # a unigram model: [token, score] in the order of ids
+        highest = len(vocabulary) - 1
+        eos = next((number for number, (token, _) in enumerate(vocabulary) if token == eos_token), None)
+    eos = added.get(eos_token, eos)
+    for key in _NOT_IDENTITY:
+        content.pop(key, None)
+    canonical = json.dumps([content, eos], sort_keys=True).encode()
+    return max(highest, *added.values(), -1) + 1, eos, hashlib.sha256(canonical).hexdigest()
+
+
+@lru_cache(maxsize=1)
+def _byte_digest() -> str:
+    return _parsed(byte_tokenizer_json(), "<|endoftext|>")[2]
+
+
+def _eos_token(folder: Path) -> str:
+    for name in (CONFIG, _SPECIAL_TOKENS):
+        if (folder / name).is_file():
+            token: Any = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token")
+            if token:
+                return token["content"] if isinstance(token, dict) else token
+    if (folder / _MODEL_CONFIG).is_file() and (token := _token_of_model(folder)) is not None:
+        return token
+    rule = f"names no eos_token in {CONFIG}, and a token must end each document"
+    raise _Lacking(rule, f'Add "eos_token": "<the token>" to {folder / CONFIG}')
+
+
+def _token_of_model(folder: Path) -> str | None:
+    """The token whose id config.json gives as eos_token_id: older folders name it nowhere else."""
+    eos = json.loads((folder / _MODEL_CONFIG).read_text(encoding="utf-8")).get("eos_token_id")
+    content = json.loads((folder / TOKENIZER).read_text(encoding="utf-8"))
+    if token := next((each["content"] for each in content["added_tokens"] if each["id"] == eos), None):
+        return token
+    vocabulary = content["model"]["vocab"]
+    if isinstance(vocabulary, dict):
+        return next((token for token, number in vocabulary.items() if number == eos), None)
+    return vocabulary[eos][0] if isinstance(eos, int) and 0 <= eos < len(vocabulary) else None
+
+
+def _no_folder(folder: Path, error: Exception) -> Problem:
+    if not is_folder(folder):
+        rule = f"is neither {BYTES} nor a folder"
+        return Problem("tokenizer", str(folder), rule, "Give a folder with a tokenizer.json in it")
+    rule = f"the folder has no {TOKENIZER} that can be read ({type(error).__name__})"
+    remedy = "Open it with transformers.AutoTokenizer and save_pretrained it, which writes that file"
+    return Problem("tokenizer", str(folder), rule, remedy)
+
+
+def write_tokenizer_folder(folder: Path, text: str, eos_token: str) -> None:
+    """Write a tokenizer so that AutoTokenizer opens it; each file appears whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos_token}
+    config |= {"clean_up_tokenization_spaces": False, "model_max_length": int(1e30)}
+    with replaced_atomically(folder / CONFIG) as file:
+        file.write((json.dumps(config, indent=2) + "\n").encode())
+    with replaced_atomically(folder / TOKENIZER) as file:
+        file.write(text.encode())
+
+
+def bytes_as_characters() -> list[str]:
+    """The printable character that stands for each byte in byte-level vocabularies (Radford et al.,
+    GPT-2, 2019): itself where it is printable and no space, else the next free one from U+0100 on."""
+    kept = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    free = iter(range(0x100, 0x200))
+    return [chr(byte if byte in kept else next(free)) for byte in range(256)]
+
+
+@lru_cache(maxsize=1)
+def byte_tokenizer_json() -> str:
+    """The byte tokenizer in the `tokenizers` library's form: byte-level BPE without a single merge."""
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    end = {"id": 256, "content": "<|endoftext|>", "single_word": False, "lstrip": False, "rstrip": False}
+    model = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": {character: byte for byte, character in enumerate(bytes_as_characters())},
+        "merges": [],
+    }
+    content = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{**end, "normalized": False, "special": True}],
+        "normalizer": None,
+        "pre_tokenizer": level,
+        "post_processor": None,
+        "decoder": level,
+        "model": model,
+    }
+    return json.dumps(content, ensure_ascii=False)
 
 
 class Tokenizer(Protocol):
@@ -107,8 +304,6 @@ def from_facts(facts: TokenizerFacts) -> Tokenizer:
     """The tokenizer that a folder's files describe."""
     if facts.identity == BYTES:
         return ByteTokenizer()
-    from pipeline.data.hugging_face_tokenizer import HuggingFaceTokenizer
-
     return HuggingFaceTokenizer(facts)
 
 
@@ -118,3 +313,64 @@ def vocabulary_problems(tokenizer: Tokenizer, vocab_size: int) -> tuple[Problem,
         return ()
     rule = f"the tokenizer ({tokenizer.identity}) has ids 0 .. {tokenizer.vocab_size - 1}"
     return (Problem("model: vocab_size", vocab_size, rule, f"Set it to at least {tokenizer.vocab_size}"),)
+
+
+class HuggingFaceTokenizer:
+    """Ids of a tokenizer.json, plain: no special tokens put around a text, no truncation, no padding.
+
+    The text of a special token inside a document is encoded as the text it is. A document can
+    therefore not end itself.
+
+    Raises:
+        JobError: the library cannot read the file.
+    """
+
+    def __init__(self, facts: TokenizerFacts) -> None:
+        self.facts = facts
+        self.identity = facts.identity
+        self.vocab_size = facts.vocab_size
+        self.end_of_document = facts.end_of_document
+        from tokenizers import Tokenizer as Backend
+
+        self._dtype = np.uint16 if facts.vocab_size <= 1 << 16 else np.int32
+        try:
+            self.backend = Backend.from_str(facts.json)
+        except Exception as error:  # the library raises plain Exception
+            if not isinstance(error, ValueError) and type(error) is not Exception:
+                raise
+            rule = f"{TOKENIZER} cannot be read: {error}"
+            remedy = "Save the tokenizer again with a current transformers or tokenizers"
+            raise JobError([Problem("tokenizer", facts.name, rule, remedy)]) from error
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        self.backend.encode_special_tokens = True
+        self.cuts_at_lines = self._cuts_at_lines()
+
+    def __reduce__(self) -> tuple[type[HuggingFaceTokenizer], tuple[TokenizerFacts]]:
+        return HuggingFaceTokenizer, (self.facts,)
+
+    def encode(self, text: str) -> np.ndarray:
+        """Ids of `text`, [tokens], of the narrowest type of token files."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """`encode` of each, on the library's threads."""
+        encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=self._dtype) for encoding in encodings]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Text of `tokens`; special tokens are shown."""
+        return self.backend.decode([int(token) for token in tokens], skip_special_tokens=False)
+
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json as it was, and what AutoTokenizer needs beside it."""
+        write_tokenizer_folder(folder, self.facts.json, self.facts.eos_token)
+
+    def _cuts_at_lines(self) -> bool:
+        """Whether the texts below, where a mark of the beginning or a merge over lines would show, have
+        the ids of their parts."""
+        for left, right in (("word", "\nnext"), ("end 12", "\n\n  indented"), ("a", "\n")):
+            parts = np.concatenate(self.encode_batch([left, right]))
+            if not np.array_equal(self.encode(left + right), parts):
+                return False
+        return True

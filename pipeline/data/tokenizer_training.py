@@ -13,8 +13,7 @@ from pipeline.data.corpus import Corpus
 from pipeline.data.encoding import BadRecord, text_of
 from pipeline.data.preparation import Rules, cache_identity
 from pipeline.data.records import read_texts
-from pipeline.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from pipeline.data.tokenizer_files import write_tokenizer_folder
+from pipeline.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, write_tokenizer_folder
 
 END = "<|endoftext|>"
 # The 256 bytes and the end of a document: the smallest vocabulary that knows every text.

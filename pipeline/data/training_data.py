@@ -10,17 +10,14 @@ from typing import Any
 import numpy as np
 
 from pipeline.base.problems import JobError, Problem
-from pipeline.data.blend import Blend, Source
+from pipeline.data.blend import Blend, BlendSource
+from pipeline.data.blend_state import BlendState, ResumedBlend, resume_blend
 from pipeline.data.corpus import Corpus, SourceSpec, find_corpus
-from pipeline.data.document_sets import AllBut, split_documents
+from pipeline.data.order import Complement, split_documents
 from pipeline.data.packing import PackedDataset
-from pipeline.data.preparation import Rules
-from pipeline.data.progress import Continued, Progress, continue_blend
-from pipeline.data.token_cache import DEFAULT_WAIT, cached_tokens
-from pipeline.data.token_file import JoinedTokens, TokenFile
-from pipeline.data.tokenizer import Tokenizer, load_tokenizer, vocabulary_problems
-from pipeline.data.tokenizer_files import chosen_tokenizer
-from pipeline.data.watched_file import WatchedFile
+from pipeline.data.preparation import DEFAULT_WAIT, Rules, cached_tokens
+from pipeline.data.token_file import JoinedTokens, TokenFile, WatchedFile
+from pipeline.data.tokenizer import Tokenizer, chosen_tokenizer, load_tokenizer, vocabulary_problems
 
 
 @dataclass(frozen=True)
@@ -65,7 +62,7 @@ class TrainingData:
 
     tokenizer: Tokenizer
     opened: tuple[OpenSource, ...]
-    order: Continued
+    order: ResumedBlend
     evaluation: tuple[EvalData, ...]
 
     @property
@@ -96,7 +93,7 @@ class TrainingData:
             lines.append("held out: nothing")
         return (*lines, *self.order.changes)
 
-    def _in_order(self) -> list[Source]:
+    def _in_order(self) -> list[BlendSource]:
         """The blend's sources, which stand in the checkpoint's order, in that of `opened`."""
         by_tokens = {source.fingerprint: source for source in self.train.sources}
         return [by_tokens[opened.token_file.fingerprint] for opened in self.opened]
@@ -147,7 +144,7 @@ def load_data(
         validation: Named sets, evaluated whole.
         tokenizer_name, default_tokenizer: See `chosen_tokenizer`.
         rules: Where the text of a record is, and what happens to a bad one.
-        saved: What `Continued.progress` gave the checkpoint that the run goes on from.
+        saved: What `ResumedBlend.state` gave the checkpoint that the run goes on from.
         position: Samples consumed by then.
         time_limit: Seconds to wait for the process that tokenizes.
         report_work: Receives what the one process that tokenizes says, whichever it is; default: `report`.
@@ -170,13 +167,13 @@ def load_data(
     if problems := _leaks(training, named):
         raise JobError(problems)
     train, evaluation = _packed(training, named, _Packer(settings, cache_folder))
-    order = continue_blend(train, Progress.from_json(saved) if saved else None, position)
+    order = resume_blend(train, BlendState.from_json(saved) if saved else None, position)
     return TrainingData(tokenizer, tuple(training), order, tuple(evaluation))
 
 
 def _packed(
     training: Sequence[OpenSource], named: Sequence[OpenSource], packer: _Packer
-) -> tuple[list[Source], list[EvalData]]:
+) -> tuple[list[BlendSource], list[EvalData]]:
     """The training samples of each source; what is evaluated: held-out parts, then the named sets."""
     parts = [packer.split(each) for each in training]
     evaluation = [
@@ -195,7 +192,7 @@ class _Packer:
     settings: DataSettings
     cache_folder: Path
 
-    def split(self, opened: OpenSource) -> tuple[Source, PackedDataset | None]:
+    def split(self, opened: OpenSource) -> tuple[BlendSource, PackedDataset | None]:
         """The training samples of a source, and its held-out ones.
 
         Raises:
@@ -204,7 +201,7 @@ class _Packer:
         file, settings = opened.token_file, self.settings
         fraction, name = settings.eval_fraction, opened.spec.name
         train, held_out = split_documents(file.num_documents, fraction, settings.seed, name)
-        source = Source(
+        source = BlendSource(
             opened.spec.name,
             opened.spec.weight,
             self._dataset(opened, train, keep_tail=False),
@@ -219,10 +216,12 @@ class _Packer:
         Raises:
             JobError: there is not one sample.
         """
-        everything = AllBut(opened.token_file.num_documents, np.arange(0))
+        everything = Complement(opened.token_file.num_documents, np.arange(0))
         return self._dataset(opened, everything, keep_tail=True)
 
-    def _dataset(self, opened: OpenSource, documents: AllBut | np.ndarray, keep_tail: bool) -> PackedDataset:
+    def _dataset(
+        self, opened: OpenSource, documents: Complement | np.ndarray, keep_tail: bool
+    ) -> PackedDataset:
         file, settings = opened.token_file, self.settings
         side = f"{settings.eval_fraction}-{'tail' if keep_tail else 'train'}-{len(documents)}"
         try:

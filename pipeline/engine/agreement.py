@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from pipeline.data.batch import StepBatch, digest
+from pipeline.data.loader import StepBatch, digest
 from pipeline.parallel.context import Parallel
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.schedule import ReduceTiedGrads
 from torch import Tensor, nn
 
-from pipeline.data.batch import MicroBatch
+from pipeline.data.loader import MicroBatch
 from pipeline.engine.grad_norm import add_nothing_as_zero, clip_global_norm, sum_norm_once
 from pipeline.engine.loss import Labels, token_loss, weighted_labels
 from pipeline.job.job import Job

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from pipeline.data.batch import MicroBatch
+from pipeline.data.loader import MicroBatch
 from pipeline.model.config import ModelConfig
 from pipeline.parallel.context import Parallel
 from pipeline.parallel.tensor import vocabulary_cross_entropy

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from pipeline.base.problems import JobError, Problem
 from pipeline.base.words import listed
-from pipeline.data.tokenizer_files import BYTES, tokenizer_facts
+from pipeline.data.tokenizer import BYTES, tokenizer_facts
 from pipeline.job.facts import Facts
 from pipeline.job.model_source import tokenizer_of
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pipeline.base.problems import JobError, Problem
 from pipeline.base.user_input import exists, is_file, is_folder
-from pipeline.data.tokenizer_files import TOKENIZER, chosen_tokenizer, tokenizer_facts
+from pipeline.data.tokenizer import TOKENIZER, chosen_tokenizer, tokenizer_facts
 from pipeline.job.data_sources import training_paths
 from pipeline.job.initial_weights import folder_weights_problems, initial_weights, model_folder
 from pipeline.job.model_files import AUTO, CONFIG_FILE, load_model

@@ -11,7 +11,7 @@ from typing import Any
 from pipeline.base.files import replaced_atomically
 from pipeline.base.problems import JobError, Problem
 from pipeline.base.user_input import exists, is_folder
-from pipeline.data.tokenizer_files import tokenizer_facts
+from pipeline.data.tokenizer import tokenizer_facts
 from pipeline.job.job import Job
 from pipeline.job.model_source import CHECKPOINTS, tokenizer_of
 from pipeline.job.options import RUN_FILE, Options

@@ -10,8 +10,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from pipeline.checkpoints.folder import TrainState
 from pipeline.cluster.agent.roster import Phase
-from pipeline.data.batch import MicroBatch, StepBatch
-from pipeline.data.loader import BatchLoader
+from pipeline.data.loader import BatchLoader, MicroBatch, StepBatch
 from pipeline.engine.agreement import agree_on_step, first_reason, gather_rows
 from pipeline.engine.engine import StepResult, TrainEngine
 from pipeline.job.job import Job

@@ -11,8 +11,7 @@ from typing import NamedTuple
 from pipeline.base.words import counted
 from pipeline.checkpoints.planned import set_random_state
 from pipeline.checkpoints.saver import Saver
-from pipeline.data.evaluation import eval_batches
-from pipeline.data.loader import BatchLoader
+from pipeline.data.loader import BatchLoader, eval_batches
 from pipeline.engine.engine import TrainEngine
 from pipeline.job.job import Job
 from pipeline.job.model_source import TOKENIZER_FOLDER
@@ -139,7 +138,7 @@ def _saves(engine: TrainEngine, prepared: Prepared, sinks: Sinks) -> RunSaves:
         ),
         saved=prepared.state if prepared.selection.checkpoint else None,
         on_failure="stop" if options.save_failure == "stop" else "continue",
-        with_progress=lambda state: replace(state, data=data.order.progress(state.consumed_samples)),
+        with_progress=lambda state: replace(state, data=data.order.state(state.consumed_samples)),
         say=console.message,
         note_seconds=prepared.stopping.note_save,
         note_saved=prepared.link.saved,

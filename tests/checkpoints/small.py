@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from pipeline.data.batch import MicroBatch
+from pipeline.data.loader import MicroBatch
 from pipeline.engine.build import build_engine
 from pipeline.engine.distributed import start_distributed
 from pipeline.engine.engine import StepResult, TrainEngine

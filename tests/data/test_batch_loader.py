@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.data.batch import MicroBatch, StepBatch, digest
-from pipeline.data.loader import BatchLoader, read_step
+from pipeline.data.loader import BatchLoader, MicroBatch, StepBatch, digest, read_step
 from pipeline.data.packing import PackedDataset, Samples
 
 

@@ -14,17 +14,14 @@ import pytest
 import torch
 
 from pipeline.base.problems import JobError
-from pipeline.data.batch import MicroBatch, digest, micro_batch
-from pipeline.data.blend import Blend, Source
+from pipeline.data.blend import Blend, BlendSource
+from pipeline.data.blend_state import BlendState, resume_blend
 from pipeline.data.corpus import SourceSpec
-from pipeline.data.document_sets import AllBut
-from pipeline.data.evaluation import eval_batches
-from pipeline.data.loader import BatchLoader, read_step
+from pipeline.data.loader import BatchLoader, MicroBatch, digest, eval_batches, micro_batch, read_step
+from pipeline.data.order import Complement
 from pipeline.data.packing import PackedDataset, TokenError
-from pipeline.data.progress import Progress, continue_blend
-from pipeline.data.token_file import open_token_file
+from pipeline.data.token_file import WatchedFile, open_token_file
 from pipeline.data.training_data import DataSettings, TrainingData, load_data
-from pipeline.data.watched_file import WatchedFile
 from pipeline.job.data_sources import one_source
 from tests.data.sizes import Sizes
 
@@ -141,7 +138,7 @@ def test_changed_weights_and_a_new_source_are_printed_and_continue(
 ) -> None:
     data = load(tmp_path, two)
     before = data.train.read(np.arange(100))
-    saved = data.order.progress(100)
+    saved = data.order.state(100)
     new = SourceSpec("c", (write(tmp_path, "c", "c"),), Fraction(1, 2))
     changed = [
         SourceSpec(two[1].name, two[1].paths, Fraction(1, 4)),
@@ -167,16 +164,16 @@ def test_changed_weights_and_a_new_source_are_printed_and_continue(
 
 def test_a_source_left_out_is_said_and_goes_on_when_it_returns(two: list[SourceSpec], tmp_path: Path) -> None:
     first = load(tmp_path, two)
-    alone = load(tmp_path, one_source(two[0].paths), saved=first.order.progress(40), position=40)
+    alone = load(tmp_path, one_source(two[0].paths), saved=first.order.state(40), position=40)
     assert "b: left out after 10 samples" in "\n".join(alone.summary())
-    again = load(tmp_path, two, saved=alone.order.progress(60), position=60)
+    again = load(tmp_path, two, saved=alone.order.state(60), position=60)
     assert [source.begun for source in again.train.sources] == [50, 10]
-    same = load(tmp_path, two, saved=again.order.progress(70), position=70)
+    same = load(tmp_path, two, saved=again.order.state(70), position=70)
     assert same.order.changes == ()
 
 
 def test_other_tokens_under_a_known_name_are_refused(two: list[SourceSpec], tmp_path: Path) -> None:
-    saved = load(tmp_path, two).order.progress(8)
+    saved = load(tmp_path, two).order.state(8)
     Path(two[1].paths[0], "00.txt").write_text("something else")
     with pytest.raises(JobError, match=r"'b': holds other tokens .*than the checkpoint was trained on"):
         load(tmp_path, two, saved=saved, position=8)
@@ -187,8 +184,8 @@ def test_other_tokens_under_a_known_name_are_refused(two: list[SourceSpec], tmp_
 
 def test_progress_is_plain_json(two: list[SourceSpec], tmp_path: Path) -> None:
     order = load(tmp_path, two).order
-    saved = json.loads(json.dumps(order.progress(9)))
-    assert Progress.from_json(saved).to_json() == order.progress(9)
+    saved = json.loads(json.dumps(order.state(9)))
+    assert BlendState.from_json(saved).to_json() == order.state(9)
     assert [(each["name"], each["weight"], each["taken"]) for each in saved["sources"]] == [
         ("a", "3/4", 7),
         ("b", "1/4", 2),
@@ -223,7 +220,7 @@ def test_the_digest_sees_documents_and_sources() -> None:
     def step(**options: bool) -> int:
         offsets = np.arange(0, 101, 10)
         dataset = PackedDataset(np.zeros(100, dtype=np.int64), offsets, np.arange(10), 8, 0, **options)
-        sources = [Source("a", Fraction(1), dataset, "a"), Source("b", Fraction(1), dataset, "b")]
+        sources = [BlendSource("a", Fraction(1), dataset, "a"), BlendSource("b", Fraction(1), dataset, "b")]
         return digest(read_step(Blend(sources), Sizes(4, 2, 2), 0, 1, 0))
 
     assert len({step(), step(find_documents=True), step(mask_document_end=True)}) == 3
@@ -257,7 +254,7 @@ def test_a_token_file_that_changes_under_the_run_stops_it(change: str, tmp_path:
     os.utime(path, ns=(1, 1))
     tokens = np.memmap(path, np.uint16, "r")
     dataset = PackedDataset(tokens, np.array([0, 100]), [0], 8, 0)
-    source = Source("s", Fraction(1), dataset, "s", (WatchedFile.of(path),))
+    source = BlendSource("s", Fraction(1), dataset, "s", (WatchedFile.of(path),))
     with BatchLoader(Blend([source]), Sizes(1, 1, 1), 0, 1, prefetch=1) as loader:
         next(loader)
         if change == "gone":
@@ -288,7 +285,7 @@ def test_a_trillion_tokens_open_in_a_second_and_serve_their_end(tmp_path: Path) 
     write_index(tmp_path / "tokens.idx", size // document, document)
     begin = time.perf_counter()
     file = open_token_file(str(tmp_path / "tokens"))
-    everything = AllBut(file.num_documents, np.arange(0))
+    everything = Complement(file.num_documents, np.arange(0))
     dataset = PackedDataset(file.tokens, file.offsets, everything, 2048, seed=3, find_documents=True)
     count = dataset.samples_per_epoch
     samples = dataset.read([0, count - 1, 7 * count, 10**10])
@@ -313,7 +310,7 @@ def test_resume_far_out_needs_no_walk_from_the_start() -> None:
     """Weights without a short period, 10^12 samples in: the checkpoint's counts are the start."""
     dataset = PackedDataset(np.arange(100), np.array([0, 100]), [0], 8, 0)
     weights = (Fraction(1_000_003, 3_000_017), Fraction(2_000_014, 3_000_017))
-    sources = [Source(f"{n}", weight, dataset, f"{n}") for n, weight in enumerate(weights)]
+    sources = [BlendSource(f"{n}", weight, dataset, f"{n}") for n, weight in enumerate(weights)]
     position = 10**12
     taken = [int(position * weights[0])]
     taken.append(position - taken[0])
@@ -321,7 +318,7 @@ def test_resume_far_out_needs_no_walk_from_the_start() -> None:
         {"name": s.name, "fingerprint": s.fingerprint, "weight": str(s.weight), "begun": 0, "taken": count}
         for s, count in zip(sources, taken, strict=True)
     ]
-    order = continue_blend(sources, Progress.from_json({"start": 0, "sources": entries}), position)
+    order = resume_blend(sources, BlendState.from_json({"start": 0, "sources": entries}), position)
     begin = time.perf_counter()
     found, _ = order.blend.locate(np.arange(position, position + 1000))
     assert time.perf_counter() - begin < 1

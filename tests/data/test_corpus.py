@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.base.problems import JobError
 from pipeline.data.corpus import data_problems, find_corpus
-from pipeline.data.records import Place, read_tasks
+from pipeline.data.records import ReadPosition, read_tasks
 
 
 def write(folder: Path, **files: str) -> Path:
@@ -23,7 +23,9 @@ def write(folder: Path, **files: str) -> Path:
 def read(path: Path) -> list[object]:
     files = find_corpus([str(path)]).files
     return [
-        record for task in read_tasks(files, "text", Place(), cut_long_texts=True) for record in task.records
+        record
+        for task in read_tasks(files, "text", ReadPosition(), cut_long_texts=True)
+        for record in task.records
     ]
 
 
@@ -115,7 +117,7 @@ def test_a_file_that_changes_under_the_run_is_an_error(tmp_path: Path, change: s
     else:
         path.unlink()
     with pytest.raises(JobError, match=r"a\.txt.*(changed while|cannot be read \(No such file)"):
-        list(read_tasks([file], "text", Place(), cut_long_texts=True))
+        list(read_tasks([file], "text", ReadPosition(), cut_long_texts=True))
 
 
 def test_default_is_the_standard_library_without_tests_and_packages() -> None:

@@ -3,8 +3,7 @@ import itertools
 import numpy as np
 import pytest
 
-from pipeline.data.batch import PADDING_SAMPLE, MicroBatch
-from pipeline.data.evaluation import eval_batches
+from pipeline.data.loader import PADDING_SAMPLE, MicroBatch, eval_batches
 from pipeline.data.packing import PackedDataset
 
 

@@ -15,10 +15,15 @@ from hypothesis import strategies as st
 from pipeline.base.problems import JobError
 from pipeline.check import main as check
 from pipeline.data.corpus import find_corpus
-from pipeline.data.hugging_face_tokenizer import HuggingFaceTokenizer
 from pipeline.data.preparation import Rules
-from pipeline.data.tokenizer import ByteTokenizer, load_tokenizer
-from pipeline.data.tokenizer_files import byte_tokenizer_json, chosen_tokenizer, tokenizer_facts
+from pipeline.data.tokenizer import (
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    byte_tokenizer_json,
+    chosen_tokenizer,
+    load_tokenizer,
+    tokenizer_facts,
+)
 from pipeline.data.tokenizer_training import train_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -176,7 +181,7 @@ def test_the_run_takes_the_tokenizer_that_lies_beside_its_tokens(tmp_path: Path)
 def test_the_check_needs_no_tokenizers_library(bpe: Path) -> None:
     code = (
         "import sys; from pipeline.check import main; code = main(sys.argv[1:])\n"
-        "slow = ('tokenizers', 'transformers', 'torch', 'pyarrow', 'zstandard')\n"
+        "slow = ('tokenizers', 'transformers', 'torch', 'pyarrow')\n"
         "sys.exit(code or any(name in sys.modules for name in slow))"
     )
     command = [

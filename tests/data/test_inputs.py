@@ -14,13 +14,11 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
-import zstandard
 
 from pipeline.base.problems import JobError
 from pipeline.data import records
 from pipeline.data.corpus import data_problems, find_corpus
-from pipeline.data.preparation import Rules
-from pipeline.data.token_cache import cached_tokens
+from pipeline.data.preparation import Rules, cached_tokens
 from pipeline.data.token_file import TokenFile
 from pipeline.data.tokenizer import ByteTokenizer
 from tests.data.megatron_files import write_documents
@@ -48,7 +46,8 @@ def write_gz(path: Path) -> str:
 def write_zst(path: Path) -> str:
     path = path.with_suffix(".jsonl.zst")
     content = json_lines(TEXTS)
-    path.write_bytes(zstandard.compress(content[:50]) + zstandard.compress(content[50:]))
+    frames = (pa.compress(part, codec="zstd", asbytes=True) for part in (content[:50], content[50:]))
+    path.write_bytes(b"".join(frames))
     return str(path)
 
 
@@ -202,7 +201,7 @@ def test_a_long_text_is_read_in_parts_that_give_the_same_tokens(
     (tmp_path / "b.txt").write_bytes(b"no line ends here " * 1000)
     monkeypatch.setattr(records, "PART_BYTES", 101)
     files = find_corpus([str(tmp_path)]).files
-    parts = [task for task in records.read_tasks(files, "text", records.Place(), True) if task.records]
+    parts = [task for task in records.read_tasks(files, "text", records.ReadPosition(), True) if task.records]
     assert len(parts) > 50
     assert texts_of(prepared(tmp_path / "cache", str(tmp_path))) == [text, "no line ends here " * 1000]
 
@@ -283,3 +282,16 @@ def test_options_and_kinds_belong_to_the_caches_identity(tmp_path: Path) -> None
     assert texts_of(prepared(tmp_path / "cache", str(path))) == ["one"]
     assert texts_of(prepared(tmp_path / "cache", str(path), rules=Rules("title"))) == ["two"]
     assert len(list((tmp_path / "cache").glob("*/"))) == 2
+
+
+@pytest.mark.parametrize(("cut", "rest"), [(1, b""), (0, b"no frame"), (None, b"")])
+def test_a_zstd_file_of_many_frames_is_whole_or_damaged(tmp_path: Path, cut: int | None, rest: bytes) -> None:
+    frames = [pa.compress(json_lines([f"line {n}"]), codec="zstd", asbytes=True) for n in range(500)]
+    content = b"".join(frames)
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes((content if cut is None else content[: len(content) - cut]) + rest)
+    if cut is None:
+        assert prepared(tmp_path / "cache", str(path)).num_documents == 500
+    else:
+        with pytest.raises(JobError, match=r"damaged or cut off"):
+            prepared(tmp_path / "cache", str(path))

@@ -10,13 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data import epoch_index, shuffle, turns
-from pipeline.data.blend import Blend, Source
-from pipeline.data.document_sets import AllBut, split_documents
+from pipeline.data import blend
+from pipeline.data import order as sample_order
+from pipeline.data.blend import Blend, BlendSchedule, BlendSource
+from pipeline.data.blend_state import BlendState, resume_blend
+from pipeline.data.order import Complement, Order, split_documents
 from pipeline.data.packing import PackedDataset
-from pipeline.data.progress import Progress, continue_blend
-from pipeline.data.shuffle import Order
-from pipeline.data.turns import Turns
 
 quick = settings(max_examples=30, deadline=None)
 weights = st.lists(st.integers(1, 1000).map(Fraction), min_size=1, max_size=7)
@@ -33,7 +32,7 @@ def packed(sizes: list[int], sequence: int, seed: int = 0, **options: bool) -> P
 @given(size=st.integers(1, 3000), key=st.integers())
 def test_the_bijection_without_a_table_is_one_for_every_size(size: int, key: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shuffle, "TABLE_SIZE", 0)
+        patch.setattr(sample_order, "TABLE_SIZE", 0)
         order = Order(size, key)
     assert np.array_equal(np.sort(order(np.arange(size))), np.arange(size))
     assert order(np.arange(size)[size // 2 :]).tolist() == order(np.arange(size))[size // 2 :].tolist()
@@ -57,16 +56,16 @@ def test_the_bijection_spreads_neighbours_and_numbers_without_a_table() -> None:
 @given(total=st.integers(1, 200), data=st.data())
 def test_all_but_lists_the_rest(total: int, data: st.DataObject) -> None:
     left_out = np.array(sorted(data.draw(st.sets(st.integers(0, total - 1)))), dtype=np.int64)
-    rest = AllBut(total, left_out)
+    rest = Complement(total, left_out)
     assert rest[np.arange(len(rest))].tolist() == sorted(set(range(total)) - set(left_out.tolist()))
 
 
 @quick
 @given(weights=weights, number=st.integers(1, 300))
 def test_turns_keep_their_weights_within_one_at_every_prefix(weights: list[Fraction], number: int) -> None:
-    total, again = sum(weights), Turns(weights)
+    total, again = sum(weights), BlendSchedule(weights)
     had = [0] * len(weights)
-    for place, (source, own) in enumerate(Turns(weights).take(0, number).T.tolist(), start=1):
+    for place, (source, own) in enumerate(BlendSchedule(weights).take(0, number).T.tolist(), start=1):
         assert own == had[source], "its own turns come in order, each once"
         had[source] += 1
         assert all(abs(n - w / total * place) < 1 for n, w in zip(had, weights, strict=True))
@@ -78,11 +77,11 @@ def test_turns_keep_their_weights_within_one_at_every_prefix(weights: list[Fract
 def test_turns_walked_through_are_those_of_the_table(
     weights: list[Fraction], place: int, number: int
 ) -> None:
-    table = Turns(weights)
+    table = BlendSchedule(weights)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(turns, "_TABLE_SIZE", 0)
-        patch.setattr(turns, "_MARK_EVERY", 16)
-        walked, late = Turns(weights), Turns(weights, place, table.counts(place))
+        patch.setattr(blend, "_TABLE_SIZE", 0)
+        patch.setattr(blend, "_MARK_EVERY", 16)
+        walked, late = BlendSchedule(weights), BlendSchedule(weights, place, table.counts(place))
     for other in (walked, late):
         assert np.array_equal(other.take(place, number), table.take(place, number))
         assert np.array_equal(other.take(place, 1), table.take(place, 1)), "also back again"
@@ -91,7 +90,7 @@ def test_turns_walked_through_are_those_of_the_table(
 
 def test_turns_that_begin_late_do_not_guess_what_was_before() -> None:
     weights = [Fraction(1, 3_000_001), Fraction(2, 3_000_017)]  # no short period
-    late = Turns(weights, 100, Turns(weights).counts(100))
+    late = BlendSchedule(weights, 100, BlendSchedule(weights).counts(100))
     with pytest.raises(ValueError, match="place 99 lies before 100"):
         late.take(99, 1)
 
@@ -134,9 +133,9 @@ def test_masked_document_ends_are_the_first_tokens_of_the_next_document(
     assert np.array_equal(samples.counted, ~np.isin(samples.tokens[:, 1:], list(starts)))
 
 
-def sources(sizes: list[list[int]], weights: list[int], sequence: int = 3) -> list[Source]:
+def sources(sizes: list[list[int]], weights: list[int], sequence: int = 3) -> list[BlendSource]:
     return [
-        Source(f"s{n}", Fraction(weight), packed([*each, sequence + 1], sequence, seed=n), f"{n}")
+        BlendSource(f"s{n}", Fraction(weight), packed([*each, sequence + 1], sequence, seed=n), f"{n}")
         for n, (each, weight) in enumerate(zip(sizes, weights, strict=True))
     ]
 
@@ -179,12 +178,12 @@ def test_weights_and_sources_change_and_nothing_repeats(
         here = sources(known, dice.integers(1, 9, len(known)).tolist())
         if leave_out and len(here) > 1:
             here.pop(int(dice.integers(1, len(here))))
-        order = continue_blend(here, saved, position)
+        order = resume_blend(here, saved, position)
         samples = order.blend.read(np.arange(position, position + length))
         for source, index in zip(samples.sources.tolist(), samples.indices.tolist(), strict=True):
             seen.setdefault(order.blend.sources[source].name, []).append(index)
         position += length
-        saved = Progress.from_json(order.progress(position))
+        saved = BlendState.from_json(order.state(position))
     for source in sources(*blend):
         indices = seen.get(source.name, [])
         assert indices == source.dataset.read(np.arange(len(indices))).indices.tolist()
@@ -195,28 +194,28 @@ def test_weights_and_sources_change_and_nothing_repeats(
 def test_the_same_blend_goes_on_as_if_it_had_not_stopped(
     blend: tuple[list[list[int]], list[int]], stop: int, length: int
 ) -> None:
-    whole = continue_blend(sources(*blend), None, 0)
-    saved = Progress.from_json(whole.progress(stop))
+    whole = resume_blend(sources(*blend), None, 0)
+    saved = BlendState.from_json(whole.state(stop))
     reordered = sources(*blend)[::-1]
-    again = continue_blend(reordered, saved, stop)
+    again = resume_blend(reordered, saved, stop)
     assert again.changes == ()
     assert again.blend.start == 0
     expected, found = (each.blend.read(np.arange(stop, stop + length)) for each in (whole, again))
     assert np.array_equal(found.tokens, expected.tokens)
     assert np.array_equal(found.sources, expected.sources)
-    assert again.progress(stop + length) == whole.progress(stop + length)
+    assert again.state(stop + length) == whole.state(stop + length)
 
 
 def test_a_shared_index_gives_the_same_samples_and_old_ones_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(epoch_index, "SHARED_SIZE", 10)
-    monkeypatch.setattr(epoch_index, "_CHUNK", 7)
+    monkeypatch.setattr(sample_order, "SHARED_SIZE", 10)
+    monkeypatch.setattr(sample_order, "_INDEX_CHUNK", 7)
     offsets = np.concatenate(([0], np.cumsum(np.random.default_rng(1).integers(1, 9, 40))))
     train, _ = split_documents(40, 0.2, 3)
     arguments = (np.arange(offsets[-1]), offsets, train, 5, 3)
     alone = PackedDataset(*arguments)
-    monkeypatch.setattr(epoch_index, "_CHUNK", 1 << 18)
+    monkeypatch.setattr(sample_order, "_INDEX_CHUNK", 1 << 18)
     shared = [PackedDataset(*arguments, index_stem=tmp_path / "order") for _ in range(2)]
     positions = np.arange(4 * alone.samples_per_epoch)
     assert np.array_equal(shared[0].read(positions).tokens, alone.read(positions).tokens)

@@ -13,14 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
-import zstandard
 
 from pipeline.base.problems import JobError
 from pipeline.data import records, token_writer
 from pipeline.data.corpus import Corpus, find_corpus
 from pipeline.data.encoding import Encoder
-from pipeline.data.preparation import Progress, Rules, write_tokens
+from pipeline.data.preparation import PreparationProgress, Rules, write_tokens
 from pipeline.data.records import Task
 from pipeline.data.token_file import open_token_file
 from pipeline.data.tokenizer import ByteTokenizer
@@ -37,7 +37,8 @@ def inputs(tmp_path: Path) -> Path:
     folder.mkdir()
     lines = [json.dumps({"text": f"record {number} " + "x" * (number % 50)}) + "\n" for number in range(200)]
     (folder / "a.jsonl").write_text("".join(lines[:100]))
-    (folder / "b.jsonl.zst").write_bytes(zstandard.compress("".join(lines[100:]).encode()))
+    packed = pa.compress("".join(lines[100:]).encode(), codec="zstd", asbytes=True)
+    (folder / "b.jsonl.zst").write_bytes(packed)
     for number in range(20):
         (folder / f"text{number}.txt").write_text(f"text {number}\n" * (number + 1))
     return folder
@@ -243,7 +244,7 @@ def test_progress_is_told(inputs: Path, tmp_path: Path, monkeypatch: pytest.Monk
     from pipeline.data import preparation
 
     monkeypatch.setattr(preparation, "_PROGRESS_SECONDS", 0.0)
-    told: list[Progress] = []
+    told: list[PreparationProgress] = []
     corpus: Corpus = find_corpus([str(inputs)])
     write_tokens(str(tmp_path / "t"), corpus, ByteTokenizer(), Rules(), 1, lambda _: None, told.append)
     shares = [progress.share for progress in told]
@@ -256,7 +257,7 @@ def test_progress_is_told(inputs: Path, tmp_path: Path, monkeypatch: pytest.Monk
 def test_records_do_not_pile_up(inputs: Path) -> None:
     """Tasks hold about as many bytes as they should, whatever the file's size."""
     tasks: list[Task] = list(
-        records.read_tasks(find_corpus([str(inputs)]).files, "text", records.Place(), True)
+        records.read_tasks(find_corpus([str(inputs)]).files, "text", records.ReadPosition(), True)
     )
     assert len(tasks) > 20
     assert max(sum(map(len, task.records)) for task in tasks) < 700  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.data.preparation import Progress
+from pipeline.data.preparation import PreparationProgress
 from pipeline.data.token_file import open_token_file
 from pipeline.data.token_writer import Counts
 from pipeline.data.tokenizer import load_tokenizer
@@ -128,5 +128,7 @@ def test_a_place_that_cannot_be_written_is_named(
 
 
 def test_the_progress_line_has_speeds_and_the_time_left() -> None:
-    text = progress_text(Progress(0.25, 1234.4, 56_789.1, 3725, Counts(documents=1000, tokens=2_000_000)))
+    text = progress_text(
+        PreparationProgress(0.25, 1234.4, 56_789.1, 3725, Counts(documents=1000, tokens=2_000_000))
+    )
     assert text == " 25.0%  1,000 documents (1,234/s)  2,000,000 tokens (56,789/s)  1:02:05 left"

@@ -14,8 +14,7 @@ import pytest
 from pipeline.base.files import file_lock
 from pipeline.base.problems import JobError
 from pipeline.data.corpus import find_corpus
-from pipeline.data.preparation import cache_identity, token_dtype
-from pipeline.data.token_cache import cached_tokens
+from pipeline.data.preparation import cache_identity, cached_tokens, token_dtype
 from pipeline.data.tokenizer import ByteTokenizer
 
 TEXTS = {"a.txt": "first\n", "b.txt": "zweites Stück", "c.txt": "3"}

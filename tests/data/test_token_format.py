@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.base.problems import JobError
-from pipeline.data import token_format
+from pipeline.data import token_file
 from pipeline.data.corpus import find_corpus
 from pipeline.data.preparation import Rules, write_tokens
 from pipeline.data.token_file import TokenFile, join_token_files, open_token_file, token_problems
@@ -89,7 +89,7 @@ def test_files_of_other_programs_load_unchanged(
 def test_a_document_too_long_for_one_sequence_has_several(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(token_format, "LONGEST_SEQUENCE", 5)
+    monkeypatch.setattr(token_file, "LONGEST_SEQUENCE", 5)
     documents = [list(range(n)) for n in (0, 1, 5, 6, 17, 4, 10)]
     write_ours(tmp_path / "tokens", documents)
     head = (tmp_path / "tokens.idx").read_bytes()
@@ -99,7 +99,7 @@ def test_a_document_too_long_for_one_sequence_has_several(
 
 
 def test_many_documents_are_written_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_format, "_CHUNK", 7)
+    monkeypatch.setattr(token_file, "_CHUNK", 7)
     documents = [[number % 100] * (number % 5) for number in range(100)]
     write_ours(tmp_path / "tokens", documents)
     assert read_documents(tmp_path / "tokens") == documents

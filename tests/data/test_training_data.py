@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pipeline.base.problems import JobError
-from pipeline.data.document_sets import split_documents
+from pipeline.data.order import split_documents
 from pipeline.data.training_data import DataSettings, TrainingData, load_data
 from pipeline.job.data_sources import one_source
 

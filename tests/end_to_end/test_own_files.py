@@ -11,7 +11,6 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
-import zstandard
 
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.prepare import main as prepare
@@ -31,7 +30,7 @@ def texts(seed: int, count: int) -> list[str]:
 @pytest.fixture
 def shop(tmp_path: Path) -> Workshop:
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts(1, 8))
-    (tmp_path / "lines.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
+    (tmp_path / "lines.jsonl.zst").write_bytes(pa.compress(lines.encode(), codec="zstd", asbytes=True))
     parquet.write_table(pa.table({"text": texts(2, 8)}), tmp_path / "table.parquet")
     write_text(tmp_path / "prose", seed=3)
     (tmp_path / "model.json").write_text(json.dumps({**MODEL, "vocab_size": VOCABULARY}))

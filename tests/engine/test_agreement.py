@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from pipeline.data.batch import MicroBatch, StepBatch
+from pipeline.data.loader import MicroBatch, StepBatch
 from pipeline.engine.agreement import (
     BatchMismatch,
     DataMismatch,

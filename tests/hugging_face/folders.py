@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from pipeline.data.batch import MicroBatch
+from pipeline.data.loader import MicroBatch
 from pipeline.data.tokenizer import ByteTokenizer
 from pipeline.engine.engine import TrainEngine
 from pipeline.job.job import Job

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.data.batch import MicroBatch
+from pipeline.data.loader import MicroBatch
 from tests.parity.cases import SEQUENCE, STEPS, Case
 
 VOCABULARY = 257

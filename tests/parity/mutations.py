@@ -14,7 +14,7 @@ import torch
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import Tensor, nn
 
-from pipeline.data.batch import MicroBatch
+from pipeline.data.loader import MicroBatch
 from pipeline.engine import build, engine
 from pipeline.model.norm import RMSNorm
 from pipeline.parallel import collectives, tensor, ulysses

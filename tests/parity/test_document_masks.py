@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.data.batch import MicroBatch
+from pipeline.data.loader import MicroBatch
 from pipeline.engine.build import build_engine
 from pipeline.engine.distributed import start_distributed
 from pipeline.engine.engine import TrainEngine

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pipeline.checkpoints.folder import TrainState
-from pipeline.data.batch import MicroBatch, StepBatch
+from pipeline.data.loader import MicroBatch, StepBatch
 from pipeline.engine.engine import StepResult
 from pipeline.job.job import Job
 from pipeline.parallel.context import Parallel

@@ -8,8 +8,7 @@ from pipeline.base.problems import JobError, Problem
 from pipeline.base.user_input import is_file, is_folder
 from pipeline.checkpoints.manifest import MANIFEST, Checkpoint, read_checkpoint
 from pipeline.checkpoints.select import Candidates, Selection, steps_in
-from pipeline.data.tokenizer import Tokenizer, load_tokenizer
-from pipeline.data.tokenizer_files import TOKENIZER
+from pipeline.data.tokenizer import TOKENIZER, Tokenizer, load_tokenizer
 from pipeline.job.model_source import CHECKPOINTS, TOKENIZER_FOLDER
 from pipeline.model.config import ModelConfig, model_from_json
 

@@ -16,11 +16,11 @@ from fractions import Fraction
 from typing import Any
 
 from pipeline.base.problems import JobError, Problem
-from pipeline.data.blend import Blend, Source
+from pipeline.data.blend import Blend, BlendSource
 
 
 @dataclass(frozen=True)
-class SourceProgress:
+class SourceState:
     """One source in a checkpoint; fields as in the module's text."""
 
     name: str
@@ -36,7 +36,7 @@ class SourceProgress:
 
 
 @dataclass(frozen=True)
-class Progress:
+class BlendState:
     """Where the sources stand.
 
     Attributes:
@@ -45,7 +45,7 @@ class Progress:
     """
 
     start: int
-    sources: tuple[SourceProgress, ...]
+    sources: tuple[SourceState, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for a checkpoint."""
@@ -55,18 +55,18 @@ class Progress:
         }
 
     @classmethod
-    def from_json(cls, saved: dict[str, Any]) -> Progress:
+    def from_json(cls, saved: dict[str, Any]) -> BlendState:
         """What `to_json` gave.
 
         Raises:
             KeyError, TypeError, ValueError: it is something else.
         """
         sources = [{**source, "weight": Fraction(source["weight"])} for source in saved["sources"]]
-        return cls(saved["start"], tuple(SourceProgress(**source) for source in sources))
+        return cls(saved["start"], tuple(SourceState(**source) for source in sources))
 
 
 @dataclass(frozen=True)
-class Continued:
+class ResumedBlend:
     """A blend that goes on from a checkpoint.
 
     Attributes:
@@ -76,10 +76,10 @@ class Continued:
     """
 
     blend: Blend
-    left_out: tuple[SourceProgress, ...] = ()
+    left_out: tuple[SourceState, ...] = ()
     changes: tuple[str, ...] = ()
 
-    def progress(self, position: int) -> dict[str, Any]:
+    def state(self, position: int) -> dict[str, Any]:
         """What a checkpoint at `position` keeps.
 
         Raises:
@@ -87,13 +87,13 @@ class Continued:
         """
         counts = self.blend.taken(position)
         sources = [
-            SourceProgress(source.name, source.fingerprint, source.weight, source.begun, taken)
+            SourceState(source.name, source.fingerprint, source.weight, source.begun, taken)
             for source, taken in zip(self.blend.sources, counts, strict=True)
         ]
-        return Progress(self.blend.start, (*sources, *self.left_out)).to_json()
+        return BlendState(self.blend.start, (*sources, *self.left_out)).to_json()
 
 
-def continue_blend(sources: Sequence[Source], saved: Progress | None, position: int) -> Continued:
+def resume_blend(sources: Sequence[BlendSource], saved: BlendState | None, position: int) -> ResumedBlend:
     """The blend of `sources` for a run that has consumed `position` samples.
 
     With the sources and weights of the checkpoint it is the same order, continued. Otherwise the new weights
@@ -109,7 +109,7 @@ def continue_blend(sources: Sequence[Source], saved: Progress | None, position: 
     if problems := _twice(sources):
         raise JobError(problems)
     if saved is None:
-        return Continued(Blend(sources))
+        return ResumedBlend(Blend(sources))
     before = {source.fingerprint: source for source in saved.sources}
     if problems := _strangers(sources, saved):
         raise JobError(problems)
@@ -125,15 +125,15 @@ def continue_blend(sources: Sequence[Source], saved: Progress | None, position: 
     if [(s.fingerprint, s.weight) for s in active] == [(s.fingerprint, s.weight) for s in ordered]:
         same = [replace(source, begun=before[source.fingerprint].begun) for source in ordered]
         taken = [source.taken for source in active]
-        return Continued(Blend(same, saved.start, position, taken), left_out)
+        return ResumedBlend(Blend(same, saved.start, position, taken), left_out)
     moved = [
         replace(source, begun=before[source.fingerprint].consumed) if source.fingerprint in before else source
         for source in ordered
     ]
-    return Continued(Blend(moved, position), left_out, tuple(_changes(moved, saved, position)))
+    return ResumedBlend(Blend(moved, position), left_out, tuple(_changes(moved, saved, position)))
 
 
-def _twice(sources: Sequence[Source]) -> list[Problem]:
+def _twice(sources: Sequence[BlendSource]) -> list[Problem]:
     first: dict[str, str] = {}
     problems = []
     for source in sources:
@@ -146,7 +146,7 @@ def _twice(sources: Sequence[Source]) -> list[Problem]:
     return problems
 
 
-def _strangers(sources: Sequence[Source], saved: Progress) -> list[Problem]:
+def _strangers(sources: Sequence[BlendSource], saved: BlendState) -> list[Problem]:
     """Sources under whose name the checkpoint knows other tokens, and data that is new altogether."""
     here = {source.fingerprint for source in sources}
     known = {source.fingerprint for source in saved.sources}
@@ -170,7 +170,7 @@ def _strangers(sources: Sequence[Source], saved: Progress) -> list[Problem]:
     return problems
 
 
-def _changes(sources: Sequence[Source], saved: Progress, position: int) -> list[str]:
+def _changes(sources: Sequence[BlendSource], saved: BlendState, position: int) -> list[str]:
     before = {source.fingerprint: source for source in saved.sources}
     lines = [f"data: other sources or weights from sample {position:,} on"]
     for source in sources:

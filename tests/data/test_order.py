@@ -3,7 +3,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from pipeline.data.shuffle import permutation
+from pipeline.data.order import permutation
 
 
 def splitmix64(start: int, count: int) -> list[int]:
