@@ -20,7 +20,7 @@ from pipeline.base.command import run_command
 from pipeline.base.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem
 from pipeline.base.words import counted
 from pipeline.data.corpus import Corpus, data_problems, find_corpus
-from pipeline.data.input_kinds import token_prefix
+from pipeline.data.inputs import token_prefix
 from pipeline.data.preparation import PreparationProgress, Rules, usual_workers, write_tokens
 from pipeline.data.remote_cache import RemoteCache
 from pipeline.data.token_file import open_token_file

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from pipeline.base.problems import JobError, Problem
 from pipeline.base.user_input import exists, is_file, is_folder
-from pipeline.data.input_kinds import (
+from pipeline.data.inputs import (
     RECORD_SUFFIXES,
     TEXT_SUFFIXES,
     Kind,
@@ -35,11 +35,12 @@ from pipeline.data.input_kinds import (
     hub_files,
     hub_problem,
     is_hub_name,
+    is_remote,
     is_saved_dataset,
     kind_of,
+    remote_problem,
     token_prefix,
 )
-from pipeline.data.remote import is_remote, remote_problem
 
 # Not the library itself, far more tests than code, or tables generated into modules.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "lib-dynload", "test", "tests", "idlelib", "lib2to3"}

@@ -1,9 +1,5 @@
 """Objects in remote stores, through fsspec: what an address names, and its bytes. No torch.
 
-    s3://BUCKET/KEY, gs://BUCKET/KEY      object stores (packages s3fs, gcsfs)
-    http://..., https://...               single files
-    memory://KEY                          this process's memory, for tests
-
 Credentials come from where each store's own tools look for them (environment, ~/.aws, ~/.netrc, an instance's
 role), never from the address, and appear in no message.
 """
@@ -12,21 +8,16 @@ from __future__ import annotations
 
 import base64
 import binascii
-import importlib.util
 import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 from pipeline.base.problems import JobError, Problem
-from pipeline.data.input_kinds import kind_of
+from pipeline.data.inputs import file_name, kind_of, remote_problem, shown
 
-# Package that fsspec needs for each scheme, beside itself.
-_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "http": "aiohttp", "https": "aiohttp", "memory": "fsspec"}
-_SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
-_SECRET = re.compile(r"signature|token|secret|password|credential|(^|[-_])(sig|key|auth)($|[-_])", re.I)
 # What stores call the version of an object's content, the most telling first.
 _VERSIONS = ("ETag", "etag", "generation", "md5Hash", "Last-Modified", "LastModified", "updated", "created")
 # Bytes per request of an object store, and per read of a stream.
@@ -71,68 +62,6 @@ class Bundle:
     url: str
     objects: tuple[RemoteObject, ...]
     name: str
-
-
-def is_remote(path: str) -> bool:
-    """Whether `path` is an address, of whatever scheme."""
-    return _SCHEME.match(path) is not None
-
-
-def shown(url: str) -> str:
-    """The address for messages: without user, password and query."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        return f"{url.partition('://')[0]}://..."
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-
-
-def readable(path: str) -> str:
-    """A path as it is, or an address as messages show it."""
-    return shown(path) if is_remote(path) else path
-
-
-def remote_problem(url: str) -> Problem | None:
-    """What is wrong with an address, as far as it tells without a connection."""
-    scheme = url.partition("://")[0]
-    if scheme not in _PACKAGES:
-        rule = f"{scheme}:// is none of {', '.join(f'{known}://' for known in _PACKAGES)}"
-        return Problem("data", scheme + "://...", rule, "Copy it to one of these, or to a local path")
-    try:
-        parts = urlsplit(url)
-    except ValueError as error:
-        return Problem("data", scheme + "://...", f"is no address ({error})", "Correct it")
-    package = _PACKAGES[parts.scheme]
-    if importlib.util.find_spec(package) is None:
-        return Problem("data", shown(url), f"needs the package {package}", f"pip install {package}")
-    if problem := credentials_problem(url):
-        return problem
-    if parts.scheme.startswith("http") and (parts.path in ("", "/") or parts.path.endswith("/")):
-        return Problem("data", shown(url), "is no file, and a web server lists no folder", "Name each file")
-    if not (parts.netloc + parts.path).strip("/"):
-        return Problem("data", shown(url), "names nothing", "Give bucket and key")
-    return None
-
-
-def credentials_problem(url: str) -> Problem | None:
-    """Refuses an address with a user, a password or a signature in it."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:  # no address, which is another problem
-        return None
-    names = [each.partition("=")[0] for each in parts.query.split("&")]
-    if "@" not in parts.netloc and not any(_SECRET.search(name) for name in names):
-        return None
-    rule = "holds credentials, which would be saved with the run"
-    remedy = "Put them where the store's own tools look: environment, ~/.aws, ~/.netrc"
-    return Problem("data", shown(url), rule, remedy)
-
-
-def file_name(url: str) -> str:
-    """The last part of an address's path."""
-    parts = urlsplit(url)
-    path = unquote(parts.path) if parts.scheme.startswith("http") else url.partition("://")[2]
-    return path.rstrip("/").rpartition("/")[2]
 
 
 @dataclass

@@ -28,7 +28,8 @@ from urllib.parse import quote, urlsplit
 
 from pipeline.base.files import file_lock, replaced_atomically
 from pipeline.base.problems import JobError, Problem
-from pipeline.data.remote import Bundle, RemoteObject, RemoteStore, is_remote, shown
+from pipeline.data.inputs import is_remote, shown
+from pipeline.data.remote import Bundle, RemoteObject, RemoteStore
 
 # Bytes after which what has arrived is forced to the disk and can be continued from.
 _CHECKPOINT = 64 << 20

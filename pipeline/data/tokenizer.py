@@ -23,7 +23,7 @@ import numpy as np
 from pipeline.base.files import replaced_atomically
 from pipeline.base.problems import JobError, Problem
 from pipeline.base.user_input import is_folder
-from pipeline.data.input_kinds import token_prefix
+from pipeline.data.inputs import token_prefix
 
 BYTES = "bytes"
 # Behind the PREFIX of token files: the folder with their tokenizer.

@@ -12,7 +12,7 @@ from pipeline.base.problems import JobError, Problem
 from pipeline.cluster.forwarded_environment import is_secret
 from pipeline.cluster.hostfile import read_hostfile, select_hosts
 from pipeline.cluster.launcher_options import LauncherOptions, launcher_problems, split_arguments
-from pipeline.data.remote import credentials_problem, is_remote
+from pipeline.data.inputs import credentials_problem, is_remote
 from pipeline.job.options import Options, parse_options
 from pipeline.job.world import Host
 

@@ -24,7 +24,7 @@ from pipeline.base.problems import JobError, Problem
 from pipeline.base.user_input import exists
 from pipeline.base.words import did_you_mean
 from pipeline.data.corpus import SourceSpec, data_problems
-from pipeline.data.remote import is_remote, readable
+from pipeline.data.inputs import is_remote, readable
 from pipeline.job.options import Options
 
 # How far from 1 the weights' sum may be: thirds written with six digits are meant well.

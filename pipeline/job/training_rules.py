@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from pipeline.base.problems import Problem
 from pipeline.base.user_input import is_file
-from pipeline.data.input_kinds import kind_of, token_prefix
+from pipeline.data.inputs import kind_of, token_prefix
 from pipeline.job.data_sources import known_sources, source_problems
 from pipeline.job.facts import Facts
 from pipeline.job.monitors import MONITORS

@@ -11,7 +11,8 @@ import pytest
 
 from pipeline import prepare
 from pipeline.data.corpus import data_problems, find_corpus
-from pipeline.data.remote import RemoteStore, is_remote, remote_problem
+from pipeline.data.inputs import is_remote, remote_problem
+from pipeline.data.remote import RemoteStore
 from pipeline.data.token_file import open_token_file
 from pipeline.job.data_sources import source_problems, training_sources
 from pipeline.job.options import Options

@@ -14,7 +14,7 @@ from pipeline.base.user_input import exists
 from pipeline.cluster.devices import BF16_CAPABILITY
 from pipeline.cluster.forwarded_environment import deepspeed_env, forwarded
 from pipeline.cluster.launcher_options import LauncherOptions
-from pipeline.data.remote import is_remote
+from pipeline.data.inputs import is_remote
 from pipeline.job.data_sources import training_paths, validation_paths
 from pipeline.job.options import Options
 from pipeline.job.resolve import PROJECT, config_path

@@ -1,11 +1,18 @@
-"""Kinds of inputs, told by name: text, JSON lines, Parquet, saved datasets, token files. No torch."""
+"""What a name given as data means: the kind of a file, a saved or remote dataset, token files. No torch.
+
+s3://BUCKET/KEY, gs://BUCKET/KEY      object stores (packages s3fs, gcsfs)
+http://..., https://...               single files
+memory://KEY                          this process's memory, for tests
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from pathlib import Path
 from typing import Literal
+from urllib.parse import unquote, urlsplit
 
 from pipeline.base.problems import JobError, Problem
 from pipeline.base.user_input import exists, is_file
@@ -24,6 +31,10 @@ _HUB = "hub:"
 _SPLIT = re.compile(r"[\w.-]+")
 _STATE = "state.json"
 _DATASET_DICT = "dataset_dict.json"
+# Package that fsspec needs for each scheme, beside itself.
+_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "http": "aiohttp", "https": "aiohttp", "memory": "fsspec"}
+_SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
+_SECRET = re.compile(r"signature|token|secret|password|credential|(^|[-_])(sig|key|auth)($|[-_])", re.I)
 
 
 def kind_of(path: str) -> Kind | None:
@@ -110,3 +121,65 @@ def hub_files(path: str) -> list[str]:
         remedy = "Correct its name and split (hub:NAME:SPLIT), or save it where the hub is reachable"
         raise JobError([Problem("data", path, rule, remedy)]) from error
     return [file["filename"] for file in dataset.cache_files]
+
+
+def is_remote(path: str) -> bool:
+    """Whether `path` is an address, of whatever scheme."""
+    return _SCHEME.match(path) is not None
+
+
+def shown(url: str) -> str:
+    """The address for messages: without user, password and query."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return f"{url.partition('://')[0]}://..."
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def readable(path: str) -> str:
+    """A path as it is, or an address as messages show it."""
+    return shown(path) if is_remote(path) else path
+
+
+def remote_problem(url: str) -> Problem | None:
+    """What is wrong with an address, as far as it tells without a connection."""
+    scheme = url.partition("://")[0]
+    if scheme not in _PACKAGES:
+        rule = f"{scheme}:// is none of {', '.join(f'{known}://' for known in _PACKAGES)}"
+        return Problem("data", scheme + "://...", rule, "Copy it to one of these, or to a local path")
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        return Problem("data", scheme + "://...", f"is no address ({error})", "Correct it")
+    package = _PACKAGES[parts.scheme]
+    if importlib.util.find_spec(package) is None:
+        return Problem("data", shown(url), f"needs the package {package}", f"pip install {package}")
+    if problem := credentials_problem(url):
+        return problem
+    if parts.scheme.startswith("http") and (parts.path in ("", "/") or parts.path.endswith("/")):
+        return Problem("data", shown(url), "is no file, and a web server lists no folder", "Name each file")
+    if not (parts.netloc + parts.path).strip("/"):
+        return Problem("data", shown(url), "names nothing", "Give bucket and key")
+    return None
+
+
+def credentials_problem(url: str) -> Problem | None:
+    """Refuses an address with a user, a password or a signature in it."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # no address, which is another problem
+        return None
+    names = [each.partition("=")[0] for each in parts.query.split("&")]
+    if "@" not in parts.netloc and not any(_SECRET.search(name) for name in names):
+        return None
+    rule = "holds credentials, which would be saved with the run"
+    remedy = "Put them where the store's own tools look: environment, ~/.aws, ~/.netrc"
+    return Problem("data", shown(url), rule, remedy)
+
+
+def file_name(url: str) -> str:
+    """The last part of an address's path."""
+    parts = urlsplit(url)
+    path = unquote(parts.path) if parts.scheme.startswith("http") else url.partition("://")[2]
+    return path.rstrip("/").rpartition("/")[2]
