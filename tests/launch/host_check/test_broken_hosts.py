@@ -15,7 +15,7 @@ from tests.hosts import HostProcess, Hosts
 from tests.hosts.launchers import launcher_environment
 
 pytestmark = [pytest.mark.multihost, pytest.mark.slow]
-START = Path(__file__).with_name("start_stand_in.py")
+START = Path(__file__).parents[1] / "start_stand_in.py"
 FAILURE_TIMEOUT = 10
 WORKERS = ("h1", "h2")
 HARD_TO_PASS = ["", "a b", "it's", "$HOME", "`id`", "x;true", "%n", '{"a": 1}']

@@ -210,7 +210,7 @@ def test_a_clock_that_is_off_is_measured(tmp_path: Path) -> None:
 def test_the_probe_leaves_nothing_when_its_connection_is_cut(tmp_path: Path) -> None:
     values = Question(str(tmp_path), str(tmp_path), folders=(str(tmp_path),))
     request = {**vars(values), "run": "r", "index": 0}
-    probe = Path(__file__).parents[2] / "pipeline" / "cluster" / "hosts" / "probe.py"
+    probe = Path(__file__).parents[2] / "pipeline" / "launch" / "host_check" / "probe.py"
     command = [sys.executable, "-I", probe, "30"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         process.stdin.write(f"\n{REQUEST}{json.dumps(request)}\n")
