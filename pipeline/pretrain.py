@@ -1,7 +1,7 @@
 """Pretrain a GPT: ``deepspeed pipeline/pretrain.py [options]``, or by torchrun, or alone.
 
-A launcher starts this script once per rank. That process becomes the rank's guard, and starts the script
-again as the rank (`pipeline.cluster.agent.guard`).
+A launcher starts this script once per rank. That process becomes the rank's agent, and starts the script
+again as the rank (`pipeline.cluster.agent.agent`).
 
 Every rank reads the job for itself and comes to the same result. A wrong job is refused here, before torch is
 imported. Exit codes: 0 finished, 2 wrong job, 3 stopped with a checkpoint saved, 1 anything else.
@@ -22,10 +22,10 @@ from pathlib import Path
 if __name__ == "__main__":
     # A script's own folder comes first on sys.path; the package is one above.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from pipeline.cluster.agent.guard import own_rank
+    from pipeline.cluster.agent.agent import own_rank
 
-    own_rank(sys.argv)  # a launcher's process is the guard and never gets further; the rank does
-    # Until it listens, an interrupt ends it as any other signal does: its guard tells, not a traceback.
+    own_rank(sys.argv)  # a launcher's process is the agent and never gets further; the rank does
+    # Until it listens, an interrupt ends it as any other signal does: its agent tells, not a traceback.
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str], link: RankLink | None = None, inherited: Inhe
     """One rank's whole life; its exit code.
 
     Args:
-        link: Leads to this rank's guard, if it has one.
+        link: Leads to this rank's agent, if it has one.
         inherited: What the launch decided; None without one.
     """
     link = link or NullLink()
@@ -95,7 +95,7 @@ def _read_job(options: Options, environment: RankEnvironment, inherited: Inherit
     world = world_from_environment(environment)
     batch: tuple[int, ...] = ()
     if inherited is not None and inherited.hosts:
-        # The guard has compared its place with these; hosts may differ in their slots.
+        # The agent has compared its place with these; hosts may differ in their slots.
         world = replace(world, hosts=tuple(Host(name, slots) for name, slots in inherited.hosts))
         batch = inherited.batch
     job = resolve(options, world, batch)
@@ -137,7 +137,7 @@ def _train(job: Job, environment: RankEnvironment, stop: StopRequest, link: Rank
 def _fail(error: Exception, step: int, job: Job, environment: RankEnvironment, link: RankLink) -> int:
     """Say it here and now: a launcher ends the other ranks as soon as one is gone."""
     trace = "".join(traceback.format_exception(error))
-    if link.guarded:  # which tells the console of the first failure, and writes the outcome
+    if link.supervised:  # which tells the console of the first failure, and writes the outcome
         link.failed(error, step, trace)
         return EXIT_FAILED
     print(f"rank {environment.rank} failed after step {step}:\n{trace}", file=sys.stderr, flush=True)
@@ -150,7 +150,7 @@ def _fail(error: Exception, step: int, job: Job, environment: RankEnvironment, l
 def _refuse(
     error: JobError, environment: RankEnvironment, link: RankLink, output_dir: str | None = None
 ) -> int:
-    if link.guarded:
+    if link.supervised:
         link.refused(problems_text(error.problems))
     elif environment.local_rank == 0:
         print_problems(console(stderr=True), error.problems)

@@ -56,7 +56,7 @@ class Outcome:
 def write_outcome(output_dir: str | Path, outcome: Outcome, is_verdict: bool = False) -> None:
     """Say how the run ended; atomic, so that a reader sees all of it or nothing.
 
-    Rank 0 calls it when every rank has finished, stopped or refused; a rank without a guard that fails calls
+    Rank 0 calls it when every rank has finished, stopped or refused; a rank without an agent that fails calls
     it for itself. The first failure of a start stays, because those that follow are its consequences.
 
     Args:
@@ -81,7 +81,7 @@ def write_outcome(output_dir: str | Path, outcome: Outcome, is_verdict: bool = F
 
 def record_outcome(output_dir: str | Path, outcome: Outcome) -> None:
     """`write_outcome` of a rank that leaves: a file that cannot be written changes nothing about how the run
-    ended, which the exit code tells, and the guard."""
+    ended, which the exit code tells, and the agent."""
     try:
         write_outcome(output_dir, outcome)
     except OSError as error:

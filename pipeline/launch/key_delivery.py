@@ -1,6 +1,6 @@
 """Brings the key of a start to its hosts: over the way of the host checks, and there through standard input.
 
-The name of the file is drawn by chance and stands on command lines; its content does not. Guards remove it
+The name of the file is drawn by chance and stands on command lines; its content does not. Agents remove it
 when all of them have come, and the launch itself where not all did. What a start that was killed has left is
 removed by a later one, after a day.
 """

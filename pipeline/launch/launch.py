@@ -23,10 +23,10 @@ if __name__ == "__main__":
 from pipeline.base.problems import EXIT_STOPPED, EXIT_WRONG_JOB, JobError
 from pipeline.job.options import Options
 from pipeline.job.report import console, print_problems
-from pipeline.launch.campaign import run_job
 from pipeline.launch.early_stop import REQUESTS
+from pipeline.launch.launcher_process import say
 from pipeline.launch.preflight import read_arguments
-from pipeline.launch.supervise import say
+from pipeline.launch.restart_loop import run_job
 
 PROGRAM = "./launch.sh"
 

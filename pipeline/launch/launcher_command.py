@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.cluster.agent.ticket import Ticket, encode
+from pipeline.cluster.agent.launch_spec import LaunchSpec, encode
 from pipeline.cluster.forwarded_environment import launcher_environment
 from pipeline.cluster.launcher_options import LauncherOptions
 from pipeline.cluster.rank_environment import free_port
@@ -39,7 +39,7 @@ class Launch:
 def plan_launch(
     options: LauncherOptions,
     world: World,
-    ticket: Ticket,
+    spec: LaunchSpec,
     environment: Mapping[str, str],
     job_arguments: Sequence[str] = (),
     script: str | Path = SCRIPT,
@@ -62,7 +62,7 @@ def plan_launch(
         *deepspeed,
         *arguments,
         str(script),
-        encode(ticket),
+        encode(spec),
         *(job_arguments if options.no_ssh else ()),
     )
     return Launch(command, _environment(world, environment, world.is_local or options.no_ssh), port)

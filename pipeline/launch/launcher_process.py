@@ -1,13 +1,13 @@
 """Runs the launcher, and sees to it that all processes it starts on this machine end.
 
 It has a session of its own, so that the terminal's Ctrl-C reaches this process only. This passes the request
-on to the ranks, on every host, through the hub: the launcher's own way is to end one rank after the
+on to the ranks, on every host, through the coordinator: the launcher's own way is to end one rank after the
 other with 30 seconds for each, data workers first, and a rank needs its peers to reach the end of a step and
 save.
 
-    launch.sh ─┬─ deepspeed runner ── deepspeed launch ─┬─ guard ── rank 0 ── data workers
-               │                                         └─ guard ── rank 1 ── data workers
-               └─ hub, to which every guard is connected
+    launch.sh ─┬─ deepspeed runner ── deepspeed launch ─┬─ agent ── rank 0 ── data workers
+               │                                         └─ agent ── rank 1 ── data workers
+               └─ coordinator, to which every agent is connected
 
 pdsh gives each of its ssh clients a session of its own, in which they outlive it where a host is gone. This
 process therefore adopts what the launcher leaves behind.
@@ -27,9 +27,9 @@ from types import FrameType
 
 import psutil
 
-from pipeline.cluster.agent.hub import Hub
+from pipeline.cluster.agent.coordinator import Coordinator
 from pipeline.cluster.agent.owned_process import KILL_SECONDS, adopting_orphans, descendants, kill_all
-from pipeline.cluster.agent.roster import signal_name
+from pipeline.cluster.agent.rank_table import signal_name
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # The process of the deepspeed launcher whose children are the ranks of this host.
@@ -40,7 +40,7 @@ _POLL_SECONDS = 0.1
 _LEAVE_SECONDS = 20.0
 # Where it has gone first: once a second they look, and a busy host takes its time to end a process.
 _ORPHANS_SECONDS = 6.0
-# A launcher that ends at once has reached nobody; a guard that it has started is heard of within this time.
+# A launcher that ends at once has reached nobody; an agent that it has started is heard of within this time.
 _FIRST_WORD_SECONDS = 2.0
 
 
@@ -61,20 +61,22 @@ class Ended:
     before_ranks: bool = False
 
 
-class Supervisor:
+class LauncherProcess:
     """One run of a command, from its start to the end of its last process.
 
     Args:
         stop_timeout: Seconds between a first signal and the end by force; a second one (SIGUSR1, a batch
             system's warning, does not count) is the end at once.
         say: Prints one line for the user.
-        hub: Where the ranks' guards are connected; None where this host is started alone.
+        coordinator: Where the ranks' agents are connected; None where this host is started alone.
     """
 
-    def __init__(self, stop_timeout: float, say: Callable[[str], None], hub: Hub | None = None) -> None:
+    def __init__(
+        self, stop_timeout: float, say: Callable[[str], None], coordinator: Coordinator | None = None
+    ) -> None:
         self._stop_timeout = stop_timeout
         self._say = say
-        self._hub = hub
+        self._coordinator = coordinator
         self._signals: list[signal.Signals] = []
         self._deadline: float | None = None
         self._launcher_gone: float | None = None
@@ -104,7 +106,7 @@ class Supervisor:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
-        if left_behind and not self._signals and self._hub is None:
+        if left_behind and not self._signals and self._coordinator is None:
             self._say("The launcher ended before its processes did; they have been ended, too.")
         code = process.wait()
         stopped_by = self._signals[0] if self._signals else None
@@ -119,21 +121,21 @@ class Supervisor:
             if self._must_kill(process):
                 self._end_at_once()
                 return True
-            if self._hub is None:
+            if self._coordinator is None:
                 time.sleep(_POLL_SECONDS)
             else:
-                self._hub.poll(_POLL_SECONDS)
+                self._coordinator.poll(_POLL_SECONDS)
         return False
 
     def _is_over(self, process: subprocess.Popen[bytes]) -> bool:
-        """Whether nothing is left to wait for: the command, and with a hub the ranks."""
+        """Whether nothing is left to wait for: the command, and with a coordinator the ranks."""
         code = process.poll()
-        if self._hub is None:
+        if self._coordinator is None:
             return code is not None
         now = time.monotonic()
-        if self._hub.verdict is not None:
+        if self._coordinator.verdict is not None:
             self._verdict_at = self._verdict_at or now
-            if not self._hub.everywhere and self._hub.is_alone:
+            if not self._coordinator.everywhere and self._coordinator.is_alone:
                 # The launcher looks once a second, and takes another one or two to leave.
                 self._all_left = True
                 return True
@@ -144,13 +146,15 @@ class Supervisor:
             return False
         if self._launcher_gone is None:
             self._launcher_gone = now
-            if self._hub.roster.running:
-                self._hub.end("launcher", f"the launcher {describe_return(code)} while ranks were running")
-        if self._hub.roster.states or self._hub.roster.failures:
+            if self._coordinator.table.running:
+                self._coordinator.end(
+                    "launcher", f"the launcher {describe_return(code)} while ranks were running"
+                )
+        if self._coordinator.table.states or self._coordinator.table.failures:
             return False
         # Ranks that it had started on their way here may still report; those of this host end with its group.
         self._before_ranks = bool(self._signals)
-        at_once = self._before_ranks and not self._hub.everywhere
+        at_once = self._before_ranks and not self._coordinator.everywhere
         return at_once or now - self._launcher_gone > _FIRST_WORD_SECONDS
 
     def _must_kill(self, process: subprocess.Popen[bytes]) -> bool:
@@ -172,21 +176,25 @@ class Supervisor:
         """Rank 0 says that it has heard, and of what; nobody else does."""
         hung_up = self._signals[0] == signal.SIGHUP  # which ranks do not take
         number = signal.SIGTERM if hung_up else self._signals[0]
-        if self._hub is None:
+        if self._coordinator is None:
             self._before_ranks = not request_stop(launcher, number)
-        elif not self._hub.stop(number.name):
+        elif not self._coordinator.stop(number.name):
             # Nothing to save yet: the launcher ends what it has begun.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(launcher, signal.SIGTERM)
 
     def _end_at_once(self) -> None:
         """Kill the ranks of every host."""
-        if self._hub is None:
+        if self._coordinator is None:
             return
-        self._hub.end("ended", f"{self._signals[0].name}, and no time to save", at_once=True)
+        self._coordinator.end("ended", f"{self._signals[0].name}, and no time to save", at_once=True)
         deadline = time.monotonic() + KILL_SECONDS
-        while self._hub.verdict is None and self._hub.roster.states and time.monotonic() < deadline:
-            self._hub.poll(_POLL_SECONDS)
+        while (
+            self._coordinator.verdict is None
+            and self._coordinator.table.states
+            and time.monotonic() < deadline
+        ):
+            self._coordinator.poll(_POLL_SECONDS)
 
 
 def describe_return(code: int) -> str:
@@ -214,7 +222,7 @@ def request_stop(launcher: int, number: signal.Signals = signal.SIGTERM) -> bool
 
 
 def local_ranks(launcher: int) -> list[psutil.Process]:
-    """The guards of ranks that the deepspeed launcher with process id `launcher` runs on this host."""
+    """The agents of ranks that the deepspeed launcher with process id `launcher` runs on this host."""
     try:
         below = psutil.Process(launcher).children(recursive=True)
         return [rank for parent in below if _starts_ranks(parent) for rank in parent.children()]

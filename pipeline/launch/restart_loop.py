@@ -12,7 +12,7 @@ from typing import IO
 from pipeline.base.problems import EXIT_FAILED, EXIT_STOPPED, EXIT_WRONG_JOB, JobError
 from pipeline.checkpoints.manifest import Checkpoint
 from pipeline.checkpoints.select import select_checkpoint
-from pipeline.cluster.agent.hub_settings import Limits
+from pipeline.cluster.agent.coordinator_settings import Limits
 from pipeline.cluster.folder_lock import running_problems
 from pipeline.cluster.launcher_options import LauncherOptions
 from pipeline.job.job import Job
@@ -24,11 +24,11 @@ from pipeline.launch.fewer_hosts import Plan, describe, describe_return, on_host
 from pipeline.launch.host_check.host_check import HostCheck
 from pipeline.launch.host_check.reach import NoWay
 from pipeline.launch.host_check.table import hosts_line, hosts_table
+from pipeline.launch.launcher_process import say
 from pipeline.launch.preflight import can_ask_hosts, check, check_with_hosts, print_draft
 from pipeline.launch.restarts import RestartPolicy, resuming
 from pipeline.launch.run import Result
 from pipeline.launch.start import start_once
-from pipeline.launch.supervise import say
 
 # A file system forgets the lock of a client that has vanished after about 90 s (NFS).
 _LOCK_SECONDS = 120.0

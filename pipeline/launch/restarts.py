@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from pipeline.base.problems import EXIT_FAILED
 from pipeline.base.words import counted
-from pipeline.cluster.agent.roster import Failure, Verdict
+from pipeline.cluster.agent.rank_table import Failure, Verdict
 
 FIRST_DELAY = 5.0
 LONGEST_DELAY = 300.0

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.base.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_WRONG_JOB
-from pipeline.cluster.agent.hub import Hub
-from pipeline.cluster.agent.roster import Verdict, signal_name
+from pipeline.cluster.agent.coordinator import Coordinator
+from pipeline.cluster.agent.rank_table import Verdict, signal_name
 from pipeline.cluster.outcome import Outcome, clear_outcome, read_outcome, write_outcome
 from pipeline.launch.launcher_command import Launch
-from pipeline.launch.supervise import Ended, Supervisor, say
+from pipeline.launch.launcher_process import Ended, LauncherProcess, say
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Result:
 
     Attributes:
         code: The documented exit code.
-        verdict: What the hub heard; None without a hub, or where no rank was reached.
+        verdict: What the coordinator heard; None without a coordinator, or where no rank was reached.
         stopped: The user has asked for the end.
     """
 
@@ -34,26 +34,26 @@ def run_launch(
     launch: Launch,
     output_dir: str | Path,
     stop_timeout: float,
-    hub: Hub | None = None,
+    coordinator: Coordinator | None = None,
     is_first_host: bool = True,
 ) -> Result:
     """Start, wait, and tell how it ended.
 
-    With a hub the ranks say it to the hub, whatever hosts they are on. With a launch on each host they say it
-    in the output folder; only the first forgets the word of an earlier start then, because the others may
-    come after a word of this one.
+    With a coordinator the ranks say it to the coordinator, whatever hosts they are on. With a launch on each
+    host they say it in the output folder; only the first forgets the word of an earlier start then, because
+    the others may come after a word of this one.
     """
     if is_first_host:
         clear_outcome(output_dir)
-    ended = Supervisor(stop_timeout, say, hub).run(launch.command, launch.environment)
-    verdict = hub.verdict if hub is not None else None
-    if hub is None:
+    ended = LauncherProcess(stop_timeout, say, coordinator).run(launch.command, launch.environment)
+    verdict = coordinator.verdict if coordinator is not None else None
+    if coordinator is None:
         outcome = read_outcome(output_dir, launch.master_port)
     else:
-        port = hub.master[1] if hub.master else launch.master_port
+        port = coordinator.master[1] if coordinator.master else launch.master_port
         outcome = verdict.outcome(port) if verdict is not None else None
         _keep(outcome, output_dir)
-    code = conclude(outcome, ended, says_by_code=hub is None)
+    code = conclude(outcome, ended, says_by_code=coordinator is None)
     return Result(code, verdict, ended.stopped_by is not None)
 
 
@@ -69,10 +69,10 @@ def _keep(outcome: Outcome | None, output_dir: str | Path) -> None:
 def conclude(outcome: Outcome | None, ended: Ended, says_by_code: bool = False) -> int:
     """The exit code, after a line about anything but success: 0 only where the job says it finished.
 
-    `says_by_code`: no hub hears the guards of this host, which leave with the code for a wrong job where
-    ranks had no output folder yet to say it in.
+    `says_by_code`: no coordinator hears the agents of this host, which leave with the code for a wrong job
+    where ranks had no output folder yet to say it in.
     """
-    # Guards leave with that code, too, where ranks had no output folder yet to say it in.
+    # Agents leave with that code, too, where ranks had no output folder yet to say it in.
     early = ended.before_ranks or ended.return_code == EXIT_STOPPED
     if outcome is None and early and not ended.killed and ended.stopped_by is not None:
         say(f"Stopped before the first step ({ended.stopped_by.name}): this start had nothing to save.")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol
 
 from pipeline.checkpoints.folder import TrainState
-from pipeline.cluster.agent.roster import Phase
+from pipeline.cluster.agent.rank_table import Phase
 from pipeline.data.loader import BatchLoader, MicroBatch, StepBatch
 from pipeline.engine.agreement import agree_on_step, first_reason, gather_rows
 from pipeline.engine.engine import StepResult, TrainEngine

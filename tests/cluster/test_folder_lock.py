@@ -17,7 +17,7 @@ from pipeline import check
 from pipeline.base.problems import EXIT_WRONG_JOB, JobError
 from pipeline.cluster import folder_lock
 from pipeline.cluster.folder_lock import Timing, only_job, running_problems
-from pipeline.launch import campaign, launch
+from pipeline.launch import launch, restart_loop
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -70,7 +70,7 @@ def test_a_folder_that_cannot_be_made_is_a_problem(tmp_path: Path) -> None:
 def test_a_start_in_the_folder_of_a_running_job_starts_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(campaign, "start_once", lambda *arguments: pytest.fail("ranks were started"))
+    monkeypatch.setattr(restart_loop, "start_once", lambda *arguments: pytest.fail("ranks were started"))
     arguments = ["--output_dir", str(tmp_path), "--train_steps", "2"]
     with only_job(tmp_path):
         assert launch.main(arguments) == EXIT_WRONG_JOB

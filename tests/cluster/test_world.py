@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.base.problems import JobError, Problem
 from pipeline.cluster import devices, rank_environment, world
-from pipeline.cluster.agent.hub_settings import DIRECT_PORTS
+from pipeline.cluster.agent.coordinator_settings import DIRECT_PORTS
 from pipeline.cluster.agent.rank_place import direct_ports, is_free_port
 from pipeline.cluster.devices import Gpu, visible_gpus
 from pipeline.cluster.process_managers import FIRST_PORT
@@ -252,8 +252,8 @@ def test_a_port_that_is_taken_over_ipv6_is_not_free(monkeypatch: pytest.MonkeyPa
     assert is_free_port(port)
 
 
-def test_guards_ports_are_in_the_way_of_no_other_rendezvous() -> None:
-    """Users number the jobs of a host, 29500, 29501, ...; each finds its guards, and no two meet."""
+def test_agents_ports_are_in_the_way_of_no_other_rendezvous() -> None:
+    """Users number the jobs of a host, 29500, 29501, ...; each finds its agents, and no two meet."""
     ports = [direct_ports(29500 + number) for number in range(500)]
     assert all(len(each) == DIRECT_PORTS for each in ports)
     flat = [port for each in ports for port in each]

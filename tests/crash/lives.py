@@ -47,7 +47,7 @@ LONGEST_DELAY = 0.03
 LIMIT = 90.0
 # A launch takes about this long from its start to its first save, and to its tenth.
 LAUNCH_SECONDS = (4.0, 16.0)
-# Guards end the ranks of a launch that is gone; more than they need.
+# Agents end the ranks of a launch that is gone; more than they need.
 ORPHAN_SECONDS = 60.0
 KEEP_LAST, KEEP_EVERY = 2, 16
 LAUNCH_EVERY = 20

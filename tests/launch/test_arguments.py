@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.base.problems import Problem
 from pipeline.cluster.launcher_options import LauncherOptions, launcher_problems, split_arguments
-from pipeline.launch import campaign, launch
+from pipeline.launch import launch, restart_loop
 from pipeline.launch.run import Result
 
 
@@ -69,7 +69,7 @@ def test_a_place_below_the_first_host_is_refused() -> None:
 
 
 def test_a_wrong_job_starts_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    monkeypatch.setattr(campaign, "start_once", lambda *_: pytest.fail("something was started"))
+    monkeypatch.setattr(restart_loop, "start_once", lambda *_: pytest.fail("something was started"))
     arguments = "--hostfile no/such/file --master_port 0 --seq_length -3 --train_steps -1"
     assert launch.main(arguments.split()) == 2
     printed = " ".join(capsys.readouterr().err.split())
@@ -82,6 +82,6 @@ def test_a_wrong_job_starts_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 def test_the_dict_for_deepspeed_is_printed_before_the_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(campaign, "start_once", lambda *_: Result(0))
+    monkeypatch.setattr(restart_loop, "start_once", lambda *_: Result(0))
     assert launch.main(["--print_config", "--output_dir", str(tmp_path)]) == 0
     assert '"train_micro_batch_size_per_gpu"' in capsys.readouterr().out

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cluster.agent.hub import Hub
-from pipeline.cluster.agent.hub_settings import HubSettings
-from pipeline.cluster.agent.ticket import Ticket, encode
+from pipeline.cluster.agent.coordinator import Coordinator
+from pipeline.cluster.agent.coordinator_settings import CoordinatorSettings
+from pipeline.cluster.agent.launch_spec import LaunchSpec, encode
 from pipeline.cluster.outcome import Outcome, read_outcome, write_outcome
 from pipeline.launch.launcher_command import Launch
+from pipeline.launch.launcher_process import Ended, LauncherProcess
 from pipeline.launch.run import conclude, run_launch
-from pipeline.launch.supervise import Ended, Supervisor
 from tests.processes import is_running
 
 ROOT = Path(__file__).parents[2]
@@ -126,33 +126,35 @@ def test_a_second_signal_kills_at_once(tmp_path: Path) -> None:
     assert time.monotonic() - began < 10
 
 
-@pytest.mark.parametrize("with_hub", [False, True])
+@pytest.mark.parametrize("with_coordinator", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_stop_before_there_are_ranks_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture, with_hub: bool, number: signal.Signals
+    tmp_path: Path, capsys: pytest.CaptureFixture, with_coordinator: bool, number: signal.Signals
 ) -> None:
     script = tmp_path / "launcher.py"
     script.write_text(f"import os, time; os.kill(os.getppid(), {int(number)}); time.sleep(60)")
-    hub = Hub(HubSettings(2, "token", 60.0, None), print) if with_hub else None
+    coordinator = (
+        Coordinator(CoordinatorSettings(2, "token", 60.0, None), print) if with_coordinator else None
+    )
     launch = Launch((sys.executable, str(script)), dict(os.environ), 7)
     began = time.monotonic()
-    assert run_launch(launch, tmp_path, 20.0, hub).code == 3
+    assert run_launch(launch, tmp_path, 20.0, coordinator).code == 3
     assert time.monotonic() - began < 5
     said = capsys.readouterr().err
     assert f"Stopped before the first step ({number.name}): this start had nothing to save." in said
     assert "without a word" not in said
 
 
-def test_guards_say_by_their_exit_code_that_ranks_had_not_begun() -> None:
+def test_agents_say_by_their_exit_code_that_ranks_had_not_begun() -> None:
     """Where each host has a launch of its own, and no rank knew its output folder yet."""
     assert conclude(None, Ended(3, signal.SIGTERM, killed=False)) == 3
     assert conclude(None, Ended(3, signal.SIGTERM, killed=True)) == 1
     assert conclude(None, Ended(3, None, killed=False)) == 1
 
 
-def test_guards_say_by_their_exit_code_that_the_job_is_wrong() -> None:
+def test_agents_say_by_their_exit_code_that_the_job_is_wrong() -> None:
     assert conclude(None, Ended(2, None, killed=False), says_by_code=True) == 2
-    assert conclude(None, Ended(2, None, killed=False)) == 1  # with a hub, nobody has said so
+    assert conclude(None, Ended(2, None, killed=False)) == 1  # with a coordinator, nobody has said so
     assert conclude(None, Ended(1, None, killed=False), says_by_code=True) == 1
 
 
@@ -160,15 +162,20 @@ def test_a_rank_outside_the_checked_world_is_a_wrong_job(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """Whatever its launcher makes of the exit code."""
-    hub = Hub(HubSettings(2, "token", 60.0, None), print)
+    coordinator = Coordinator(CoordinatorSettings(2, "token", 60.0, None), print)
     (tmp_path / "key").touch(0o600)
     (tmp_path / "key").write_text("token")
-    ticket = Ticket(hosts=(("here", 2),), address="127.0.0.1", port=hub.port, key_file=str(tmp_path / "key"))
-    rank = [sys.executable, str(ROOT / "tests" / "cluster" / "agent" / "stand_in.py"), encode(ticket)]
+    spec = LaunchSpec(
+        hosts=(("here", 2),), address="127.0.0.1", port=coordinator.port, key_file=str(tmp_path / "key")
+    )
+    rank = [sys.executable, str(ROOT / "tests" / "cluster" / "agent" / "stand_in.py"), encode(spec)]
     launcher = f"import subprocess; subprocess.run({rank!r}, check=False)"
     place = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_SIZE": "3"}
     environment = os.environ | place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "7"}
-    assert run_launch(Launch((sys.executable, "-c", launcher), environment, 7), tmp_path, 20.0, hub).code == 2
+    assert (
+        run_launch(Launch((sys.executable, "-c", launcher), environment, 7), tmp_path, 20.0, coordinator).code
+        == 2
+    )
     assert "the world that was checked has 2 ranks" in capsys.readouterr().err
 
 
@@ -176,8 +183,8 @@ def test_a_rank_outside_the_checked_world_is_a_wrong_job(
 def test_a_stop_during_the_check_says_so(tmp_path: Path, number: signal.Signals) -> None:
     launch = str(ROOT / "pipeline" / "launch" / "launch.py")
     code = (
-        "import os, runpy, sys, pipeline.launch.campaign as campaign\n"
-        f"campaign.run_job = lambda *_: os.kill(os.getpid(), {int(number)})\n"
+        "import os, runpy, sys, pipeline.launch.restart_loop as restart_loop\n"
+        f"restart_loop.run_job = lambda *_: os.kill(os.getpid(), {int(number)})\n"
         f"sys.argv = [{launch!r}]\n"
         f"runpy.run_path({launch!r}, run_name='__main__')\n"
     )
@@ -203,20 +210,20 @@ def interrupt_an_import(number: signal.Signals, module: str, script: str, *argum
 
 def test_a_stop_while_the_launch_is_being_imported_is_one(tmp_path: Path) -> None:
     """As by a batch system that ends a job in its first second: no traceback, no other code."""
-    line = interrupt_an_import(signal.SIGTERM, "pipeline.check", "launch/launch.py")
+    line = interrupt_an_import(signal.SIGTERM, "pipeline.launch.preflight", "launch/launch.py")
     done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stderr) == (3, "Stopped by SIGTERM before anything was started.\n")
 
 
 def test_an_interrupted_rank_that_does_not_listen_yet_prints_no_traceback(tmp_path: Path) -> None:
-    """Its guard and the launch say what there is to say."""
-    line = interrupt_an_import(signal.SIGINT, "pipeline.checkpoints.resume", "pretrain.py", "--guarded=x")
+    """Its agent and the launch say what there is to say."""
+    line = interrupt_an_import(signal.SIGINT, "pipeline.checkpoints.resume", "pretrain.py", "--agent=x")
     done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
 def test_handlers_are_put_back(tmp_path: Path) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
-    ended = Supervisor(1.0, print).run((sys.executable, "-c", "raise SystemExit(4)"), dict(os.environ))
+    ended = LauncherProcess(1.0, print).run((sys.executable, "-c", "raise SystemExit(4)"), dict(os.environ))
     assert ended == Ended(4, None, False)
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before

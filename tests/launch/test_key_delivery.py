@@ -66,7 +66,7 @@ def test_what_a_killed_start_left_is_removed_after_a_day(folder: Path) -> None:
     assert sorted(folder.iterdir()) == sorted([new, other, path])
 
 
-def test_a_start_without_all_its_guards_takes_it_away_again(folder: Path) -> None:
+def test_a_start_without_all_its_agents_takes_it_away_again(folder: Path) -> None:
     def way(host: Host, script: str) -> list[str]:
         return local_command("sleep 60" if host.name == "h2" else script)
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cluster.agent.ticket import OPTION, Ticket, encode, split_ticket
+from pipeline.cluster.agent.launch_spec import OPTION, LaunchSpec, encode, split_launch_spec
 from pipeline.cluster.launcher_options import LauncherOptions
 from pipeline.job.options import Options, parse_options
 from pipeline.job.world import Host, World
 from pipeline.launch import launcher_command, start
-from pipeline.launch.campaign import prepare
 from pipeline.launch.launcher_command import Launch, plan_launch
+from pipeline.launch.restart_loop import prepare
 from pipeline.launch.start import rank_variables
 
 CPU = World((Host("localhost", 2),), "cpu")
@@ -26,9 +26,9 @@ ONE_REMOTE = World((Host("h2", 8),), "cuda", None, True, "hosts")
 
 def command(options: LauncherOptions, world: World) -> str:
     job = ("--text", "a b")
-    plan = plan_launch(options, world, Ticket(), {}, job, script="job.py", deepspeed=("deepspeed",))
-    *line, ticket = plan.command[:-2] if options.no_ssh else plan.command
-    assert ticket == encode(Ticket())
+    plan = plan_launch(options, world, LaunchSpec(), {}, job, script="job.py", deepspeed=("deepspeed",))
+    *line, spec = plan.command[:-2] if options.no_ssh else plan.command
+    assert spec == encode(LaunchSpec())
     assert ("a b" in plan.command) == options.no_ssh and (not options.no_ssh or plan.command[-2:] == job)
     return " ".join(line).replace(str(plan.master_port), "PORT")
 
@@ -73,36 +73,36 @@ HARD_TO_PASS = ("a b", "'", '"', "$HOME", "`id`", "x;true", "a&b", "%n %h", '{"a
 
 def test_a_ticket_survives_every_shell(tmp_path: Path) -> None:
     """As pdsh does it: the words joined by blanks, through two shells."""
-    sent = Ticket(hosts=tuple((word, 2) for word in HARD_TO_PASS), key_file="", batch=(4, 2, 2))
+    sent = LaunchSpec(hosts=tuple((word, 2) for word in HARD_TO_PASS), key_file="", batch=(4, 2, 2))
     argument = encode(sent)
     line = f"sh -c 'echo {argument}'"
     arrived = subprocess.run(line, shell=True, capture_output=True, text=True, check=True).stdout.strip()
-    assert split_ticket(["--local_rank=3", arrived, "--seed", "1"]) == (
+    assert split_launch_spec(["--local_rank=3", arrived, "--seed", "1"]) == (
         sent,
         ["--local_rank=3", "--seed", "1"],
     )
 
 
-def test_a_ticket_that_was_cut_is_no_ticket() -> None:
+def test_a_ticket_that_was_cut_is_no_spec() -> None:
     with pytest.raises(ValueError, match="did not arrive whole"):
-        split_ticket([encode(Ticket())[:-4]])
-    assert split_ticket(["--seed", "1"]) == (Ticket(), ["--seed", "1"])
+        split_launch_spec([encode(LaunchSpec())[:-4]])
+    assert split_launch_spec(["--seed", "1"]) == (LaunchSpec(), ["--seed", "1"])
     assert not any(character in OPTION for character in "$'\" %;&")
 
 
 def test_a_given_port_is_used_and_remote_hosts_get_deepspeeds() -> None:
-    assert plan_launch(LauncherOptions(master_port=1234), CPU, Ticket(), {}).master_port == 1234
-    assert plan_launch(LauncherOptions(), REMOTE, Ticket(), {}).master_port == 29500
+    assert plan_launch(LauncherOptions(master_port=1234), CPU, LaunchSpec(), {}).master_port == 1234
+    assert plan_launch(LauncherOptions(), REMOTE, LaunchSpec(), {}).master_port == 29500
 
 
 def test_cpu_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher_command, "available_cores", lambda: 8)
-    assert plan_launch(LauncherOptions(), CPU, Ticket(), {"A": "b"}).environment == {
+    assert plan_launch(LauncherOptions(), CPU, LaunchSpec(), {"A": "b"}).environment == {
         "A": "b", "OMP_NUM_THREADS": "4", "DS_ACCELERATOR": "cpu", "DS_ENV_FILE": os.devnull,
     }  # fmt: skip
-    kept = plan_launch(LauncherOptions(), CPU, Ticket(), {"OMP_NUM_THREADS": "1"}).environment
+    kept = plan_launch(LauncherOptions(), CPU, LaunchSpec(), {"OMP_NUM_THREADS": "1"}).environment
     assert kept["OMP_NUM_THREADS"] == "1"
-    assert plan_launch(LauncherOptions(), GPUS, Ticket(), {"A": "b"}).environment == {
+    assert plan_launch(LauncherOptions(), GPUS, LaunchSpec(), {"A": "b"}).environment == {
         "A": "b",
         "DS_ENV_FILE": os.devnull,
     }
@@ -121,12 +121,12 @@ def test_nothing_that_a_shell_would_read_is_exported() -> None:
     read = "x $(id) %n"
     names = ("MLFLOW_EXPERIMENT_NAME", "MLFLOWX", "UCX_TLS", "MV2_X", "NCCL_DEBUG", "PYTHONWARNINGS")
     given = dict.fromkeys(names, read) | {"PYTHON x": "1", "PYTHONPATH": "/a:/b", "PYTHONX": "%n"}
-    environment = plan_launch(LauncherOptions(), REMOTE, Ticket(), given).environment
+    environment = plan_launch(LauncherOptions(), REMOTE, LaunchSpec(), given).environment
     assert exported(environment) == {"PYTHONPATH": "/a:/b"}
     assert dict(rank_variables(given, is_local=False)) == given
     here = LauncherOptions(no_ssh=True, node_rank=0, master_addr="h1")
     for options, world in ((LauncherOptions(), CPU), (here, REMOTE)):  # whose ranks inherit it
-        assert exported(plan_launch(options, world, Ticket(), given).environment) == given
+        assert exported(plan_launch(options, world, LaunchSpec(), given).environment) == given
 
 
 def test_hosts_that_are_started_alone_get_their_files_of_variables(
@@ -145,9 +145,9 @@ def test_hosts_that_are_started_alone_get_their_files_of_variables(
 
 def test_no_secret_is_on_a_command_line() -> None:
     given = {"UCX_TLS": "tcp", "MLFLOW_TRACKING_TOKEN": "abc", "AWS_SECRET_ACCESS_KEY": "def", "HOME": "/"}
-    environment = plan_launch(LauncherOptions(), REMOTE, Ticket(), given).environment
+    environment = plan_launch(LauncherOptions(), REMOTE, LaunchSpec(), given).environment
     assert "abc" not in environment.values() and "def" not in environment.values()
-    # They reach the ranks through the hub.
+    # They reach the ranks through the coordinator.
     assert dict(rank_variables(given, is_local=False)) == {k: v for k, v in given.items() if k != "HOME"}
     assert "BatchMode=yes" in environment["PDSH_SSH_ARGS_APPEND"]
 
@@ -162,7 +162,7 @@ def test_the_launcher_gets_no_filter_that_names_a_user(tmp_path: Path, filters: 
     given = LauncherOptions(hostfile=str(tmp_path / "hosts"), no_ssh_check=True, **filters)
     ready = prepare(parse_options(["--output_dir", str(tmp_path), "--model", "tiny"], Options), given)
     assert ready is not None
-    arguments = plan_launch(ready.launcher, ready.job.world, Ticket(), {}).command
+    arguments = plan_launch(ready.launcher, ready.job.world, LaunchSpec(), {}).command
     theirs = parse_args([*arguments[3:]])
     pool = parse_inclusion_exclusion(fetch_hostfile(theirs.hostfile), theirs.include, theirs.exclude)
     assert dict(pool) == {"me@h1": [0], "h3": [1]}

@@ -89,7 +89,7 @@ def test_a_killed_launcher_is_a_failure_and_leaves_nothing(tmp_path: Path, drive
     ranks = wait_for_ranks(tmp_path, 2)
     launcher = ranks[0]["launcher"]
     runner = psutil.Process(launcher).ppid()
-    pids = [rank[who] for rank in ranks for who in ("pid", "guard", "launcher")] + [runner]
+    pids = [rank[who] for rank in ranks for who in ("pid", "agent", "launcher")] + [runner]
     assert runner in [child.pid for child in psutil.Process(process.pid).children()]
     os.kill(
         {"deepspeed launch": launcher, "deepspeed runner": runner}.get(victim, process.pid), signal.SIGKILL

@@ -13,15 +13,14 @@ import pytest
 from pipeline.checkpoints.lineage import write_lineage
 from pipeline.checkpoints.manifest import TrainState, read_checkpoint
 from pipeline.checkpoints.select import lineage_after
-from pipeline.cluster.agent.roster import Failure, Roster, Verdict, error_kind, first_failure, ranges
+from pipeline.cluster.agent.rank_table import Failure, RankTable, Verdict, error_kind, first_failure, ranges
 from pipeline.cluster.hostfile import read_hostfile
 from pipeline.cluster.launcher_options import LauncherOptions, launcher_problems
 from pipeline.job.job import Job
 from pipeline.job.options import Options
 from pipeline.job.stop_file import read_stamp
 from pipeline.job.world import Host, World
-from pipeline.launch import campaign
-from pipeline.launch.campaign import tell_how_to_go_on
+from pipeline.launch import restart_loop
 from pipeline.launch.fewer_hosts import (
     Plan,
     describe,
@@ -32,6 +31,7 @@ from pipeline.launch.fewer_hosts import (
     separate_folders,
 )
 from pipeline.launch.preflight import check
+from pipeline.launch.restart_loop import tell_how_to_go_on
 from pipeline.launch.restarts import RestartPolicy, resuming
 from pipeline.launch.run import Result
 from tests.checkpoints.saved_runs import job_in
@@ -109,19 +109,19 @@ def test_a_stop_between_two_starts_is_a_stop(
 ) -> None:
     """Nothing runs then, so that it must not count as the failure that was before."""
 
-    def prepare(*_: object, again: bool = False) -> campaign.Ready:
+    def prepare(*_: object, again: bool = False) -> restart_loop.Ready:
         if again and where == "check":
             raise KeyboardInterrupt("SIGTERM")
-        return campaign.Ready(full(tmp_path), LauncherOptions(max_restarts=2))
+        return restart_loop.Ready(full(tmp_path), LauncherOptions(max_restarts=2))
 
     def sleep(_: float) -> None:
         if where == "back-off":
             raise KeyboardInterrupt("SIGTERM")
 
-    monkeypatch.setattr(campaign, "prepare", prepare)
-    monkeypatch.setattr(campaign, "start_once", lambda *_: Result(1, failed(5, saved)))
-    monkeypatch.setattr(campaign.time, "sleep", sleep)
-    assert campaign.run_job(options(tmp_path), LauncherOptions(max_restarts=2), [], ["./launch.sh"]) == 3
+    monkeypatch.setattr(restart_loop, "prepare", prepare)
+    monkeypatch.setattr(restart_loop, "start_once", lambda *_: Result(1, failed(5, saved)))
+    monkeypatch.setattr(restart_loop.time, "sleep", sleep)
+    assert restart_loop.run_job(options(tmp_path), LauncherOptions(max_restarts=2), [], ["./launch.sh"]) == 3
     said = capsys.readouterr().err.partition("Stopped by SIGTERM between two starts: no rank is running.\n")[
         2
     ]
@@ -134,19 +134,19 @@ def test_a_stop_file_counts_from_the_moment_of_the_launch(
     """Between that and the first look of rank 0 hosts are asked, and ranks started."""
     job, given = full(tmp_path), []
 
-    def prepare(asked: Options, *_: object, **__: object) -> campaign.Ready:
+    def prepare(asked: Options, *_: object, **__: object) -> restart_loop.Ready:
         Path(job.output_dir).mkdir(exist_ok=True)
         (Path(job.output_dir) / "STOP").touch()
-        return campaign.Ready(replace(job, options=asked), LauncherOptions())
+        return restart_loop.Ready(replace(job, options=asked), LauncherOptions())
 
     def start(*arguments: object) -> Result:
         given.append(arguments[3])
         return Result(3, stopped=True)
 
-    monkeypatch.setattr(campaign, "prepare", prepare)
-    monkeypatch.setattr(campaign, "start_once", start)
+    monkeypatch.setattr(restart_loop, "prepare", prepare)
+    monkeypatch.setattr(restart_loop, "start_once", start)
     asked = replace(options(tmp_path), output_dir=job.output_dir)
-    assert campaign.run_job(asked, LauncherOptions(), ["--x"], ["./launch.sh"]) == 3
+    assert restart_loop.run_job(asked, LauncherOptions(), ["--x"], ["./launch.sh"]) == 3
     assert given[0][:2] == ["--x", "--stop_stamp"] and read_stamp(given[0][2]) is None
 
 
@@ -154,7 +154,7 @@ def test_a_restart_that_is_refused_says_only_why(tmp_path: Path, capsys: pytest.
     """The job has been described before the first start."""
     wrong = replace(options(tmp_path), train_steps=0)
     launcher = LauncherOptions(num_gpus=1)
-    assert campaign.prepare(wrong, launcher) is campaign.prepare(wrong, launcher, again=True) is None
+    assert restart_loop.prepare(wrong, launcher) is restart_loop.prepare(wrong, launcher, again=True) is None
     first, second = re.split(r"This job cannot start: .*\n", capsys.readouterr().err)
     assert first.startswith("World") and second.startswith("error: train_steps = 0: ")
 
@@ -163,11 +163,11 @@ def test_a_stop_of_a_second_start_before_its_first_step_names_the_checkpoint_tha
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     results = [Result(1, failed(5, 4)), Result(3, stopped=True)]
-    ready = campaign.Ready(full(tmp_path), LauncherOptions(max_restarts=2))
-    monkeypatch.setattr(campaign, "prepare", lambda *_, **__: ready)
-    monkeypatch.setattr(campaign, "start_once", lambda *_: results.pop(0))
-    monkeypatch.setattr(campaign.time, "sleep", lambda _: None)
-    assert campaign.run_job(options(tmp_path), LauncherOptions(max_restarts=2), [], ["./launch.sh"]) == 3
+    ready = restart_loop.Ready(full(tmp_path), LauncherOptions(max_restarts=2))
+    monkeypatch.setattr(restart_loop, "prepare", lambda *_, **__: ready)
+    monkeypatch.setattr(restart_loop, "start_once", lambda *_: results.pop(0))
+    monkeypatch.setattr(restart_loop.time, "sleep", lambda _: None)
+    assert restart_loop.run_job(options(tmp_path), LauncherOptions(max_restarts=2), [], ["./launch.sh"]) == 3
     assert capsys.readouterr().err.endswith("To go on from the checkpoint of step 4: ./launch.sh\n")
 
 
@@ -183,7 +183,7 @@ def test_a_lost_peer_is_no_cause() -> None:
     assert first_failure([peer, own]) is own
     assert first_failure([peer]) is peer
     assert first_failure([]) is None
-    assert Roster(failures=[peer, own]).verdict().rank == 3
+    assert RankTable(failures=[peer, own]).verdict().rank == 3
 
 
 def test_lists_of_ranks_are_short() -> None:

@@ -88,7 +88,7 @@ def test_a_finished_rank_ends_with_0_while_gloo_frees_tensors(tmp_path: Path):
     """What the interpreter runs at the end is run, and then no thread can abort the process any more."""
     arguments, _ = command_line(tmp_path)
     began = tmp_path / "began"
-    last = f"if 'torch' in sys.modules: leave_work(), open({str(began)!r}, 'w').close()"  # not in the guard
+    last = f"if 'torch' in sys.modules: leave_work(), open({str(began)!r}, 'w').close()"  # not in the agent
     site = tmp_path / "site"
     site.mkdir()
     at_exit = f"import atexit\n@atexit.register\ndef last():\n    {last}\n"

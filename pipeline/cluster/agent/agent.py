@@ -1,12 +1,14 @@
-"""The owner of one rank: a small process that starts it, ends it, and tells the hub how it is. No torch.
+"""The owner of one rank: a small process that starts it, ends it, and tells the coordinator how it is. No
+torch.
 
-    launcher ── guard ──► rank ── its workers      A launcher starts `pretrain.py`; that process is the guard,
+    launcher ── agent ──► rank ── its workers      A launcher starts `pretrain.py`; that process is the agent,
                   │                                and starts `pretrain.py` again as the rank.
-                  └──── hub
+                  └──── coordinator
 
-The rank ends when its guard's parent is gone, when the hub is gone, when the hub says so, and (by the
-system) when the guard itself is gone. The guard leaves when the hub has heard of every rank: a launcher ends
-the other ranks as soon as one process has left with an exit code other than 0, and they may be saving.
+The rank ends when its agent's parent is gone, when the coordinator is gone, when the coordinator says so, and
+(by the system) when the agent itself is gone. The agent leaves when the coordinator has heard of every rank:
+a launcher ends the other ranks as soon as one process has left with an exit code other than 0, and they may
+be saving.
 """
 
 from __future__ import annotations
@@ -23,66 +25,66 @@ from pathlib import Path
 from types import FrameType
 
 from pipeline.base.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_WRONG_JOB, JobError
-from pipeline.cluster.agent.contact import Contact, Unreachable, tell_refusal
+from pipeline.cluster.agent.connection import Connection, Message
+from pipeline.cluster.agent.coordinator import LOGS_FOLDER, Coordinator
+from pipeline.cluster.agent.coordinator_client import CoordinatorClient, Unreachable, tell_refusal
+from pipeline.cluster.agent.coordinator_settings import CoordinatorSettings, Limits
 from pipeline.cluster.agent.credential import forget_key, read_key
-from pipeline.cluster.agent.hub import LOGS_FOLDER, Hub
-from pipeline.cluster.agent.hub_settings import HubSettings, Limits
+from pipeline.cluster.agent.launch_spec import LaunchSpec, split_launch_spec
 from pipeline.cluster.agent.owned_process import OwnedProcess
 from pipeline.cluster.agent.rank_link import OPTION, STACKS_SIGNAL, Inherited
 from pipeline.cluster.agent.rank_output import RankOutput, forget_old_starts, is_start_name
 from pipeline.cluster.agent.rank_place import direct_key, direct_ports, is_free_port, placed
-from pipeline.cluster.agent.ticket import Ticket, split_ticket
-from pipeline.cluster.agent.wire import Connection, Message
 from pipeline.cluster.outcome import Outcome, read_outcome, write_outcome
 from pipeline.cluster.rank_environment import RankEnvironment, free_port
 from pipeline.job.stop_file import stamped
 
-# What a rank is told when its guard is.
+# What a rank is told when its agent is.
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _TICK_SECONDS = 0.2
 
 
 def own_rank(argv: Sequence[str]) -> None:
-    """Be the guard of a rank that runs the script `argv` names; returns only in that rank.
+    """Be the agent of a rank that runs the script `argv` names; returns only in that rank.
 
-    A process that has been started by a guard is the rank. Whoever asks for help needs no guard.
+    A process that has been started by an agent is the rank. Whoever asks for help needs no agent.
     """
     if any(argument.startswith(OPTION) or argument in ("-h", "--help") for argument in argv):
         return
     try:
-        ticket, arguments = split_ticket(argv[1:])
-        key = _key_of_launch(ticket)
-        environment = placed(ticket, os.environ)
-        guard = Guard(ticket, key, environment, [sys.executable, "-u", argv[0]], arguments)
+        spec, arguments = split_launch_spec(argv[1:])
+        key = _key_of_launch(spec)
+        environment = placed(spec, os.environ)
+        agent = Agent(spec, key, environment, [sys.executable, "-u", argv[0]], arguments)
     except JobError as error:
         text = "\n".join(str(problem) for problem in error.problems)
-        if not (ticket.port and tell_refusal(ticket, key, text)):
+        if not (spec.port and tell_refusal(spec, key, text)):
             say(text)
         sys.exit(EXIT_WRONG_JOB)
     except (ValueError, Unreachable) as error:
         say(f"error: {error}")
         sys.exit(EXIT_FAILED)
-    code = guard.run()
+    code = agent.run()
     # Not sys.exit: a thread that cannot write to a stopped terminal would be waited for.
     os._exit(code)
 
 
-def _key_of_launch(ticket: Ticket) -> str:
+def _key_of_launch(spec: LaunchSpec) -> str:
     """The key that the launch has left here; without a launch nothing.
 
     Raises:
         Unreachable: it is not here.
     """
-    if not ticket.port:
+    if not spec.port:
         return ""
     try:
-        return read_key(ticket.key_file)
+        return read_key(spec.key_file)
     except OSError as error:
-        where = f"{ticket.key_file} on {socket.gethostname()}"
+        where = f"{spec.key_file} on {socket.gethostname()}"
         raise Unreachable(f"the key of this start cannot be read: {where}: {error.strerror}") from error
 
 
-class Guard:
+class Agent:
     """One rank's owner.
 
     Args:
@@ -90,32 +92,32 @@ class Guard:
         command: Starts the rank, before its arguments.
 
     Raises:
-        Unreachable: there is no launch, or rank 0 cannot listen for the other guards.
+        Unreachable: there is no launch, or rank 0 cannot listen for the other agents.
     """
 
     def __init__(
         self,
-        ticket: Ticket,
+        spec: LaunchSpec,
         key: str,
         environment: RankEnvironment,
         command: Sequence[str],
         arguments: Sequence[str],
     ) -> None:
-        self._ticket = ticket
+        self._spec = spec
         self._key = key or direct_key(environment)
         self._environment = environment
         self._command = [*command]
         self._arguments = [*arguments]
-        self._limits = Limits.of(ticket.failure_timeout)
+        self._limits = Limits.of(spec.failure_timeout)
         self._signals: list[int] = []
         self._parent = os.getppid()
         self._selector = selectors.DefaultSelector()
-        self._hub = self._own_hub()
-        self._contact = Contact(ticket, self._key, environment, self._hello(), self._limits)
+        self._coordinator = self._own_coordinator()
+        self._client = CoordinatorClient(spec, self._key, environment, self._hello(), self._limits)
         self._output = RankOutput(environment.rank)
         self._link: Connection | None = None
         self._process: OwnedProcess | None = None
-        self._by_guard = False
+        self._by_agent = False
         self._said_ending = False
         self._kill_at: float | None = None
         self._stacks_at: float | None = None
@@ -144,30 +146,30 @@ class Guard:
 
     # Start ----------------------------------------------------------------------------------------------
 
-    def _own_hub(self) -> Hub | None:
-        """Where no launch listens, rank 0's guard does, where the others look."""
-        place, ticket = self._environment, self._ticket
-        if ticket.port or place.rank != 0:
+    def _own_coordinator(self) -> Coordinator | None:
+        """Where no launch listens, rank 0's agent does, where the others look."""
+        place, spec = self._environment, self._spec
+        if spec.port or place.rank != 0:
             return None
-        settings = HubSettings(
+        settings = CoordinatorSettings(
             place.world_size,
             self._key,
-            ticket.failure_timeout,
-            ticket.step_timeout,
+            spec.failure_timeout,
+            spec.step_timeout,
             start_seconds=None,
             key_is_public=True,
         )
         ports = direct_ports(place.master_port)
         for port in ports:
             with contextlib.suppress(OSError):
-                return Hub(settings, say, port, everywhere=place.world_size > place.local_size)
+                return Coordinator(settings, say, port, everywhere=place.world_size > place.local_size)
         raise Unreachable(
-            f"other ranks' guards look at the ports {ports[0]} to {ports[-1]}, and none is free"
+            f"other ranks' agents look at the ports {ports[0]} to {ports[-1]}, and none is free"
         )
 
     def _hello(self) -> Message:
-        place, ticket = self._environment, self._ticket
-        host = ticket.place(place.rank)[0] if ticket.hosts else place.rank // place.local_size
+        place, spec = self._environment, self._spec
+        host = spec.place(place.rank)[0] if spec.hosts else place.rank // place.local_size
         hello: Message = {
             "world_size": place.world_size,
             "rank": place.rank,
@@ -175,7 +177,7 @@ class Guard:
             "host_number": host,
         }
         if place.rank == 0:
-            direct = not ticket.port
+            direct = not spec.port
             hello["port"] = place.master_port if direct else free_port()
             hello["address"] = place.master_addr if direct else ""
         return hello
@@ -197,9 +199,9 @@ class Guard:
         self._wakeup = (reader, writer)
 
     def _start_rank(self, order: Message) -> None:
-        """Start the rank at the rendezvous that the hub has named."""
+        """Start the rank at the rendezvous that the coordinator has named."""
         place = self._environment
-        if self._ticket.port:
+        if self._spec.port:
             address, port = order["address"], order["port"]
             place = RankEnvironment(
                 place.rank, place.world_size, place.local_rank, place.local_size, address, port
@@ -210,7 +212,7 @@ class Guard:
                 return
         mine, its = socket.socketpair()
         stacks = self._output.stacks
-        inherited = Inherited(its.fileno(), stacks.fileno(), self._ticket.hosts, self._ticket.batch)
+        inherited = Inherited(its.fileno(), stacks.fileno(), self._spec.hosts, self._spec.batch)
         arguments = [*self._arguments, *order["arguments"]]
         if place.rank == 0:
             arguments = stamped(arguments)
@@ -223,7 +225,7 @@ class Guard:
         where = (
             f"rank {place.rank} of {place.world_size} on {socket.gethostname()}, process {self._process.pid}"
         )
-        self._output.log(f"[guard] {where}, {time.strftime('%Y-%m-%d %H:%M:%S %z')}\n".encode())
+        self._output.log(f"[agent] {where}, {time.strftime('%Y-%m-%d %H:%M:%S %z')}\n".encode())
         self._link = Connection(mine)
         for item in (self._link, *self._output.readers):
             self._selector.register(item, selectors.EVENT_READ)
@@ -233,7 +235,7 @@ class Guard:
     # One turn of the loop -------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        watched = [each for each in (self._hub, self._contact.connection) if each is not None]
+        watched = [each for each in (self._coordinator, self._client.connection) if each is not None]
         for item in watched:
             self._selector.register(item.fileno(), selectors.EVENT_READ)
         ready = self._selector.select(_TICK_SECONDS)
@@ -242,11 +244,11 @@ class Guard:
         if any(key.fileobj is self._wakeup[0] for key, _ in ready):
             with contextlib.suppress(BlockingIOError):
                 self._wakeup[0].recv(4096)
-        if self._hub is not None:
-            self._hub.poll()
+        if self._coordinator is not None:
+            self._coordinator.poll()
         self._pass_signals_on()
         self._listen_to_rank()
-        self._listen_to_hub()
+        self._listen_to_coordinator()
         self._look_after_rank()
 
     def _pass_signals_on(self) -> None:
@@ -254,7 +256,7 @@ class Guard:
         for number in received:
             self._stop(number)
             if number in (signal.SIGTERM, signal.SIGUSR1):  # this host may be taken away: all are to save
-                self._contact.send(signal=signal.Signals(number).name, **{"is": "signal"})
+                self._client.send(signal=signal.Signals(number).name, **{"is": "signal"})
 
     def _listen_to_rank(self) -> None:
         for ended in self._output.pump():
@@ -268,7 +270,7 @@ class Guard:
             self._link.close()
         now = time.monotonic()
         if self._progress is not None and now - self._progress_sent >= min(1.0, self._limits.beat):
-            self._contact.send(**self._progress)
+            self._client.send(**self._progress)
             self._progress, self._progress_sent = None, now
 
     def _pass_report_on(self, message: Message) -> None:
@@ -287,19 +289,19 @@ class Guard:
         if what == "ending":
             self._said_ending = True
         if self._progress is not None:
-            self._contact.send(**self._progress)
+            self._client.send(**self._progress)
             self._progress = None
         if what:
-            self._contact.send(**message)
+            self._client.send(**message)
 
-    def _listen_to_hub(self) -> None:
-        for order in self._contact.receive():
+    def _listen_to_coordinator(self) -> None:
+        for order in self._client.receive():
             self._obey(order)
-        if self._contact.lost and not self._released and self._reported is None:
-            is_wrong = self._contact.is_wrong_job
-            if is_wrong and self._environment.local_rank == 0:  # the hub says it on another host
-                say(self._contact.lost)
-            self._give_up(self._contact.lost, "refused" if is_wrong else "lost")
+        if self._client.lost and not self._released and self._reported is None:
+            is_wrong = self._client.is_wrong_job
+            if is_wrong and self._environment.local_rank == 0:  # the coordinator says it on another host
+                say(self._client.lost)
+            self._give_up(self._client.lost, "refused" if is_wrong else "lost")
 
     def _obey(self, order: Message) -> None:
         what = order["do"]
@@ -316,12 +318,12 @@ class Guard:
         elif what == "log":
             self._log_to(order)
         elif what == "together":  # nobody needs it any more
-            forget_key(self._ticket.key_file)
+            forget_key(self._spec.key_file)
         elif what == "keep":
             self._output.add_log_of(order["rank"], order["text"])
         elif what == "release":
             if self._environment.rank == 0 and (missing := self._output.missing_logs(order["lost"])):
-                self._contact.send(ranks=missing, **{"is": "missing"})
+                self._client.send(ranks=missing, **{"is": "missing"})
             self._outcome = Outcome(**order["outcome"])
             self._released = True
             if self._reported is None:  # the others have waited long enough
@@ -335,7 +337,7 @@ class Guard:
 
     def _log_to(self, order: Message) -> None:
         folder, self._mark = Path(order["logs"]), order["mark"]
-        if not self._ticket.port:  # the hub may be anybody's; this rank knows where its job writes
+        if not self._spec.port:  # the coordinator may be anybody's; this rank knows where its job writes
             self._log_order = order
             if self._folder is None or not is_start_name(folder.name):
                 return
@@ -353,23 +355,23 @@ class Guard:
 
     def _look_after_rank(self) -> None:
         now = time.monotonic()
-        self._contact.beat(now)
+        self._client.beat(now)
         if os.getppid() != self._parent and self._reported is None:
             self._give_up("the launcher that started it is gone", "launcher")
         if trouble := self._output.new_trouble():
-            self._contact.send(text=trouble, **{"is": "trouble"})
+            self._client.send(text=trouble, **{"is": "trouble"})
         if self._stacks_at is not None and now >= self._stacks_at:
             self._stacks_at = None
             text = self._output.take_stacks()
             self._output.log(text.encode())
-            self._contact.send(text=text, **{"is": "stacks"})
+            self._client.send(text=text, **{"is": "stacks"})
         if self._kill_at is not None and now >= self._kill_at and self._reported is None:
             self._kill()
         if self._process is not None and self._process.poll() is not None and self._reported is None:
             self._report_end(self._process.code)
 
     def _kill(self) -> None:
-        self._by_guard = True
+        self._by_agent = True
         if self._process is None:
             self._report_end(EXIT_FAILED)
             return
@@ -378,8 +380,8 @@ class Guard:
 
     def _give_up(self, reason: str, kind: str) -> None:
         """Something that the rank needs is gone: say so, where anybody hears it, and end it."""
-        self._contact.send(kind=kind, step=self._step, message=reason, **{"is": "failure"})
-        self._output.log(f"[guard] {reason}; the rank is ended\n".encode())
+        self._client.send(kind=kind, step=self._step, message=reason, **{"is": "failure"})
+        self._output.log(f"[agent] {reason}; the rank is ended\n".encode())
         self._kill()
 
     def _report_end(self, code: int | None) -> None:
@@ -389,11 +391,11 @@ class Guard:
         self._listen_to_rank()
         self._output.finish()
         if self._progress is not None:
-            self._contact.send(**self._progress)
+            self._client.send(**self._progress)
         if self._environment.rank != 0 and (text := self._output.kept_elsewhere(self._mark)):
-            self._contact.send(text=text, **{"is": "log"})
+            self._client.send(text=text, **{"is": "log"})
         tail = self._output.tail()
-        self._contact.send(code=code, by_guard=self._by_guard, tail=tail, **{"is": "ended"})
+        self._client.send(code=code, by_agent=self._by_agent, tail=tail, **{"is": "ended"})
         self._reported = time.monotonic()
 
     # End ------------------------------------------------------------------------------------------------
@@ -401,23 +403,23 @@ class Guard:
     def _is_done(self) -> bool:
         if self._reported is None:
             return False
-        if self._hub is not None:
-            return self._hub.verdict is not None and self._released
-        if self._contact.connection is None:  # it has never found a hub
+        if self._coordinator is not None:
+            return self._coordinator.verdict is not None and self._released
+        if self._client.connection is None:  # it has never found a coordinator
             return time.monotonic() - self._reported > self._limits.silence
-        return self._released or bool(self._contact.lost)
+        return self._released or bool(self._client.lost)
 
     def _farewell(self) -> None:
         """The last things, when all ranks have ended: the verdict for the host's folder, the log's end."""
         folder = self._output.folder
         if folder is not None and self._environment.local_rank == 0:
-            with contextlib.suppress(OSError):  # a full disk: the launch has it from the hub
+            with contextlib.suppress(OSError):  # a full disk: the launch has it from the coordinator
                 self._write_outcome(folder.parents[1])
-        forget_key(self._ticket.key_file)
-        if self._hub is not None:
-            self._hub.linger()
-        self._output.close()  # first: who has left the hub has nothing to say any more, and may be killed
-        self._contact.close()
+        forget_key(self._spec.key_file)
+        if self._coordinator is not None:
+            self._coordinator.linger()
+        self._output.close()  # first: once the coordinator is left, this process may be killed
+        self._client.close()
 
     def _write_outcome(self, folder: Path) -> None:
         port = self._environment.master_port
@@ -425,7 +427,7 @@ class Guard:
             outcome = Outcome(**vars(self._outcome) | {"master_port": port})
             write_outcome(folder, outcome, is_verdict=True)
         elif read_outcome(folder, port) is None:  # there is nobody to say how it ended
-            outcome = Outcome("failed", self._step, port, self._environment.rank, self._contact.lost)
+            outcome = Outcome("failed", self._step, port, self._environment.rank, self._client.lost)
             write_outcome(folder, outcome)
 
     def _exit_code(self) -> int:
@@ -433,13 +435,13 @@ class Guard:
         if outcome is not None and outcome.status == "stopped":
             return EXIT_STOPPED  # before it had begun, too
         if outcome is not None and outcome.status == "finished" and self._said_ending:
-            return EXIT_FINISHED  # whatever it died of behind its last word, which the hub tells
-        if self._contact.is_wrong_job or (outcome is not None and outcome.status == "wrong_job"):
+            return EXIT_FINISHED  # whatever it died of behind its last word, which the coordinator tells
+        if self._client.is_wrong_job or (outcome is not None and outcome.status == "wrong_job"):
             return EXIT_WRONG_JOB
         if self._process is None:
             return EXIT_FAILED
         code = self._process.code
-        if code is None or self._by_guard:
+        if code is None or self._by_agent:
             return EXIT_FAILED
         if code == 0 and not self._said_ending:
             return EXIT_FAILED

@@ -1,11 +1,12 @@
-"""Where the guards of all ranks meet: it starts the ranks together, hears how they are, ends them together.
+"""Where the agents of all ranks meet: it starts the ranks together, hears how they are, ends them together.
 
-    launch.sh ── hub ◄──┬── guard ── rank 0        Without launch.sh the hub is in the guard of rank 0.
-                        ├── guard ── rank 1
-                        └── guard ── rank 2 ...
+    launch.sh ── coordinator ◄──┬── agent ── rank 0        Without launch.sh it is in the agent of rank 0.
+                                ├── agent ── rank 1
+                                └── agent ── rank 2 ...
 
-The hub never waits for a guard, and a guard never for the hub: each holds the other for gone when nothing has
-come from it for half the failure time-out. What is lost, dies, hangs or refuses is the end of every rank.
+The coordinator never waits for an agent, and an agent never for the coordinator: each holds the other for
+gone when nothing has come from it for half the failure time-out. What is lost, dies, hangs or refuses is the
+end of every rank.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from collections.abc import Callable
 from typing import Any
 
 from pipeline.base.problems import EXIT_WRONG_JOB
-from pipeline.cluster.agent.door import Door
-from pipeline.cluster.agent.hub_settings import HubSettings, Limits
+from pipeline.cluster.agent.connection import MAX_UNSENT, Connection, Message
+from pipeline.cluster.agent.coordinator_settings import CoordinatorSettings, Limits
+from pipeline.cluster.agent.handshake_listener import HandshakeListener
 from pipeline.cluster.agent.messages import is_report
-from pipeline.cluster.agent.roster import (
+from pipeline.cluster.agent.rank_table import (
     Failure,
     Kind,
     RankState,
-    Roster,
+    RankTable,
     Verdict,
     describe_exit,
     late_death,
@@ -33,7 +35,6 @@ from pipeline.cluster.agent.roster import (
 from pipeline.cluster.agent.stacks import grouped_stacks
 from pipeline.cluster.agent.start_phases import StartPhases
 from pipeline.cluster.agent.step_watch import StepWatch
-from pipeline.cluster.agent.wire import MAX_UNSENT, Connection, Message
 
 # In the output folder: a folder for each start, in it a file for each rank.
 LOGS_FOLDER = "logs"
@@ -44,7 +45,7 @@ _SAME_WORLD = "give every host the same hostfile and the same options for it"
 STACKS_SECONDS = 3.0
 
 
-class Hub:
+class Coordinator:
     """See the module's text. Call `poll` again and again until `verdict` is there.
 
     Args:
@@ -57,19 +58,23 @@ class Hub:
     """
 
     def __init__(
-        self, settings: HubSettings, say: Callable[[str], None], port: int = 0, everywhere: bool = False
+        self,
+        settings: CoordinatorSettings,
+        say: Callable[[str], None],
+        port: int = 0,
+        everywhere: bool = False,
     ) -> None:
         self._settings = settings
         self._limits = Limits.of(settings.failure_timeout)
         self._say = say
-        self.roster = Roster()
+        self.table = RankTable()
         self.verdict: Verdict | None = None
         self.master: tuple[str, int] | None = None
         self._selector = selectors.DefaultSelector()
         key, size, is_public = settings.key, settings.world_size, settings.key_is_public
-        self._door = Door(key, is_public, size, self._selector, port, everywhere)
-        self.port: int = self._door.port
-        self._guards: dict[int, Connection] = {}  # those that have gone included
+        self._listener = HandshakeListener(key, is_public, size, self._selector, port, everywhere)
+        self.port: int = self._listener.port
+        self._agents: dict[int, Connection] = {}  # those that have gone included
         self._ranks: dict[Connection, int] = {}
         self._watch = StepWatch(settings.step_timeout)
         self._phases = StartPhases(say)
@@ -89,7 +94,7 @@ class Hub:
 
     @property
     def key(self) -> str:
-        """What a guard must have to be heard."""
+        """What an agent must have to be heard."""
         return self._settings.key
 
     def fileno(self) -> int:
@@ -99,18 +104,18 @@ class Hub:
     @property
     def world_is_here(self) -> bool:
         """Whether every rank has reported."""
-        return len(self.roster.states) == self._settings.world_size
+        return len(self.table.states) == self._settings.world_size
 
     @property
     def is_alone(self) -> bool:
-        """Whether no guard is connected."""
+        """Whether no agent is connected."""
         return not self._ranks
 
     def poll(self, seconds: float = 0.0) -> None:
         """Take what arrives within `seconds`, and do what is due."""
         for key, _ in self._selector.select(seconds):
-            if key.fileobj is self._door.listener:
-                self._door.accept()
+            if key.fileobj is self._listener.socket:
+                self._listener.accept()
             else:
                 self._hear(key.data)
         self._tick(time.monotonic())
@@ -121,51 +126,51 @@ class Hub:
         """Ask every rank to save and end; False where no rank is there to be asked."""
         self._stop = signal_name
         self._broadcast(do="stop", signal=signal_name)
-        return bool(self.roster.running)
+        return bool(self.table.running)
 
     def end(self, kind: Kind, message: str, rank: int | None = None, at_once: bool = False) -> None:
         """End every rank: something is wrong. `at_once`: without a time to end by itself."""
-        self._fail(Failure(kind, rank, self.roster.step, message, at=time.monotonic()))
+        self._fail(Failure(kind, rank, self.table.step, message, at=time.monotonic()))
         if at_once and self.verdict is None:
             self._tell_failure()
             self._broadcast(do="end", grace=0.0)
             self._deadline = time.monotonic() + self._limits.beat + 1.0
 
     def linger(self, seconds: float = 2.0) -> None:
-        """Serve until the guards have left, which they do when they have heard the verdict, and close."""
+        """Serve until the agents have left, which they do when they have heard the verdict, and close."""
         deadline = time.monotonic() + seconds
         while self._ranks and time.monotonic() < deadline:
             self.poll(0.05)
         self.close()
 
     def close(self) -> None:
-        """Let go of every guard."""
+        """Let go of every agent."""
         for connection in list(self._ranks):
             connection.flush()
             self._drop(connection)
-        self._door.close()
+        self._listener.close()
         self._selector.close()
 
     # Traffic --------------------------------------------------------------------------------------------
 
     def _hear(self, connection: Connection) -> None:
         for message in connection.receive():
-            if connection in self._door:
+            if connection in self._listener:
                 self._meet(connection, message)
             elif connection in self._ranks:
                 if not is_report(message):
                     connection.closed = True
                     return
-                self._take(self.roster.states[self._ranks[connection]], message)
+                self._take(self.table.states[self._ranks[connection]], message)
 
     def _let_go(self) -> None:
-        """Part with connections that are gone. A guard that has reported its rank's end may go; others may
+        """Part with connections that are gone. An agent that has reported its rank's end may go; others may
         not."""
         for connection in [each for each in self._ranks if each.closed]:
-            state = self.roster.states[self._ranks[connection]]
+            state = self.table.states[self._ranks[connection]]
             self._drop(connection)
             if not state.gone:
-                self._lose(state, f"contact with its guard on {state.name} is lost (host or guard gone)")
+                self._lose(state, f"contact with its agent on {state.name} is lost (host or agent gone)")
 
     def _drop(self, connection: Connection) -> None:
         self._selector.unregister(connection)
@@ -173,41 +178,41 @@ class Hub:
         del self._ranks[connection]
 
     def _meet(self, connection: Connection, hello: Message) -> None:
-        """A guard's first message. Who does not hold the key is no guard of this job."""
-        if not self._door.is_guard(connection, hello):
-            self._door.refuse(connection, "this is another job's launch")
+        """An agent's first message. Who does not hold the key is no agent of this job."""
+        if not self._listener.is_agent(connection, hello):
+            self._listener.refuse(connection, "this is another job's launch")
             return
         name, size = str(hello.get("host"))[:256], self._settings.world_size
         if "wrong_world" in hello:  # it says that it cannot be one of them
-            self._door.drop(connection)
+            self._listener.drop(connection)
             self._refuse_job(str(hello["wrong_world"]))
             return
         if hello.get("world_size") != size:
             text = f"error: {name} was started for {hello.get('world_size')} ranks, and rank 0 for {size}"
-            self._door.refuse(connection, f"{text}; {_SAME_WORLD}", is_wrong_job=True)
+            self._listener.refuse(connection, f"{text}; {_SAME_WORLD}", is_wrong_job=True)
             self._refuse_job(f"{text}; {_SAME_WORLD}")
             return
         rank, number = hello.get("rank"), hello.get("host_number")
         if type(rank) is not int or type(number) is not int or rank not in range(size):
-            self._door.refuse(connection, f"rank {rank} is none of this job's {size}")
+            self._listener.refuse(connection, f"rank {rank} is none of this job's {size}")
             return
-        if rank in self._guards:
-            self._door.refuse(connection, f"rank {rank} is here already")
+        if rank in self._agents:
+            self._listener.refuse(connection, f"rank {rank} is here already")
             self.end("error", f"two processes, one on {name}, say that they are rank {rank}", rank)
             return
-        self._door.admit(connection)
+        self._listener.admit(connection)
         self._ranks[connection] = rank
         self._first_hello = self._first_hello or time.monotonic()
-        self._guards[rank] = connection
-        self.roster.states[rank] = RankState(rank, number, name, time.monotonic())
-        if self.roster.failures or self.verdict:
+        self._agents[rank] = connection
+        self.table.states[rank] = RankState(rank, number, name, time.monotonic())
+        if self.table.failures or self.verdict:
             connection.send(do="end", grace=0.0)
         if rank == 0:
             self.master = self._rendezvous(connection, hello)
             if self._settings.start_seconds is not None:
                 self._say(f"Rank 0 is on {name}; rendezvous at {self.master[0]}:{self.master[1]}.")
         if self.master is not None:
-            for each in list(self._guards.values()) if rank == 0 else [connection]:
+            for each in list(self._agents.values()) if rank == 0 else [connection]:
                 self._welcome(each)
         if self.world_is_here:
             self._broadcast(do="together")
@@ -232,13 +237,13 @@ class Hub:
             connection.send(do="stop", signal=self._stop)
 
     def _take(self, state: RankState, message: Message) -> None:
-        """One report of a rank's guard."""
+        """One report of a rank's agent."""
         what = message.get("is")
         if what == "progress":
             state.phase, state.step, state.moved = message["phase"], message["step"], time.monotonic()
             self._watch.progress(message["phase"], message["step"], state.moved)
         elif what == "saved" and state.rank == 0:
-            self.roster.saved = max(message["step"], self.roster.saved or 0)
+            self.table.saved = max(message["step"], self.table.saved or 0)
         elif what == "folder" and state.rank == 0:
             self._logs = f"{message['path']}/{LOGS_FOLDER}/{self._start_name}"
             self._broadcast(do="log", logs=self._logs, mark=self._mark)
@@ -266,7 +271,7 @@ class Hub:
             self._troubles.add(text)  # of all ranks there
             self._say(text)
         elif what == "missing" and state.rank == 0:
-            where = self.roster.places(rank for rank in message["ranks"] if type(rank) is int)
+            where = self.table.places(rank for rank in message["ranks"] if type(rank) is int)
             self._say(f"No logs have come of {where}: what there is of them is in {self._logs} there.")
         elif what == "stacks":
             self._stacks[state.rank] = message["text"]
@@ -275,8 +280,8 @@ class Hub:
 
     def _rank_ended(self, state: RankState, message: Message) -> None:
         state.code, state.gone = message["code"], True
-        told = any(failure.rank == state.rank for failure in self.roster.failures)
-        if message["by_guard"] or told:
+        told = any(failure.rank == state.rank for failure in self.table.failures)
+        if message["by_agent"] or told:
             return
         if state.ending is not None:
             if (word := late_death(state)) is not None:
@@ -292,9 +297,9 @@ class Hub:
         self._fail(Failure(kind, state.rank, state.step, what, message["tail"], time.monotonic()))
 
     def _gather(self, rank: int, text: str) -> None:
-        """A log goes to the first host, while that takes them: its guard has to say its own word, too."""
-        first = self._guards.get(0)
-        if first is None or 0 in self.roster.lost:
+        """A log goes to the first host, while that takes them: its agent has to say its own word, too."""
+        first = self._agents.get(0)
+        if first is None or 0 in self.table.lost:
             self._homeless.add(rank)
         elif first.unsent < MAX_UNSENT // 4:
             first.send(do="keep", rank=rank, text=text)
@@ -304,7 +309,7 @@ class Hub:
         self._fail(Failure("lost", state.rank, state.step, message, at=time.monotonic()))
 
     def _broadcast(self, **message: Any) -> None:
-        for connection in self._guards.values():
+        for connection in self._agents.values():
             connection.send(**message)
 
     # Time -----------------------------------------------------------------------------------------------
@@ -313,7 +318,7 @@ class Hub:
         for connection in self._ranks:
             connection.flush()
         self._let_go()
-        self._door.sweep(now)
+        self._listener.sweep(now)
         if now - self._beat >= self._limits.beat:
             self._beat = now
             self._broadcast(do="beat")
@@ -322,71 +327,71 @@ class Hub:
         self._check_silence(now)
         self._check_start(now)
         self._check_progress(now)
-        if not self.roster.failures and self.master is not None:
-            self._phases.look(self.roster.states.get(0), now)
+        if not self.table.failures and self.master is not None:
+            self._phases.look(self.table.states.get(0), now)
         if self._settle is not None and now >= self._settle:
             self._settle = None
             self._tell_failure()
             self._broadcast(do="end", grace=self._limits.grace)
-            # The guards kill after the grace, and say so; a little more for the way.
+            # The agents kill after the grace, and say so; a little more for the way.
             self._deadline = now + self._limits.grace + 2 * self._limits.beat
         if self._is_over(now):
             self._conclude()
 
     def _check_silence(self, now: float) -> None:
-        for state in self.roster.running:
-            silent = now - self._guards[state.rank].heard
+        for state in self.table.running:
+            silent = now - self._agents[state.rank].heard
             if silent > self._limits.silence:
                 self._lose(state, f"nothing was heard from {state.name} for {silent:.0f} s")
 
     def _check_start(self, now: float) -> None:
         limit = self._settings.start_seconds
-        if self.world_is_here or limit is None or self.roster.failures:
+        if self.world_is_here or limit is None or self.table.failures:
             return
         since = self._began
         if self._first_hello is not None:
             since, limit = self._first_hello, self._settings.failure_timeout
         if now - since < limit:
             return
-        missing = sorted(set(range(self._settings.world_size)) - set(self.roster.states))
+        missing = sorted(set(range(self._settings.world_size)) - set(self.table.states))
         after = "the start" if self._first_hello is None else "the first rank"
         message = f"ranks {ranges(missing)} have not reported {limit:.0f} s after {after}"
         self.end("died", message, missing[0])
 
     def _check_progress(self, now: float) -> None:
         if self._asked_stacks is not None:
-            missing = [s.rank for s in self.roster.running if s.rank not in self._stacks]
+            missing = [s.rank for s in self.table.running if s.rank not in self._stacks]
             if not missing or now - self._asked_stacks > STACKS_SECONDS:
                 self._asked_stacks = None
                 self._tell_hang()
             return
-        running = self.roster.running
-        if self.roster.failures or not running or not self.world_is_here:
+        running = self.table.running
+        if self.table.failures or not running or not self.world_is_here:
             return
         self._watch.note_phases({state.phase for state in running})
-        if self._watch.is_hung(now, self.roster.moved):
+        if self._watch.is_hung(now, self.table.moved):
             self._asked_stacks = now
             self._broadcast(do="stacks")
 
     def _tell_hang(self) -> None:
-        groups = grouped_stacks(self._stacks, [state.rank for state in self.roster.running])
-        waited = time.monotonic() - self.roster.moved
-        step = self.roster.step
+        groups = grouped_stacks(self._stacks, [state.rank for state in self.table.running])
+        waited = time.monotonic() - self.table.moved
+        step = self.table.step
         message = f"no progress for {waited:.0f} s after step {step} ({groups.summary})"
         self._fail(Failure("hung", groups.suspect, step, message, groups.text, time.monotonic()))
 
     def _fail(self, failure: Failure) -> None:
-        self.roster.failures.append(failure)
+        self.table.failures.append(failure)
         if self._settle is None and self._deadline is None and self.verdict is None:
             self._settle = time.monotonic() + SETTLE_SECONDS
 
     def _tell_failure(self) -> None:
-        failure = self.roster.verdict().failure
+        failure = self.table.verdict().failure
         if failure is None:  # rank 0 has said that all is done
             return
         where = ""
-        if failure.rank is not None and failure.rank in self.roster.states:
-            where = f"rank {failure.rank} on {self.roster.states[failure.rank].name}"
+        if failure.rank is not None and failure.rank in self.table.states:
+            where = f"rank {failure.rank} on {self.table.states[failure.rank].name}"
         if failure.kind == "refused":
             self._say(failure.text.rstrip())
             return
@@ -398,25 +403,25 @@ class Hub:
     def _is_over(self, now: float) -> bool:
         if self._deadline is not None and now > self._deadline:
             return True
-        if self.roster.running or not (self.roster.states or self.roster.failures):
+        if self.table.running or not (self.table.states or self.table.failures):
             return False
         if self._settle is None and self._deadline is None and not self.world_is_here:
-            # Some guards have never reported; they might be about to.
+            # Some agents have never reported; they might be about to.
             self._deadline = now + self._limits.silence
             return False
         return self._settle is None
 
     def _conclude(self) -> None:
-        self.verdict = verdict = self.roster.verdict()
-        if lost := self.roster.lost:
+        self.verdict = verdict = self.table.verdict()
+        if lost := self.table.lost:
             self._say(
-                f"Contact with {self.roster.places(lost)} was lost: what still runs there holds its devices "
+                f"Contact with {self.table.places(lost)} was lost: what still runs there holds its devices "
                 f"until it ends by itself, within {self._limits.silence:.0f} s, or later if the host hangs."
             )
         if self._homeless:
-            where = self.roster.places(sorted(self._homeless))
+            where = self.table.places(sorted(self._homeless))
             self._say(
                 f"The first host, which gathers the logs, is gone: those of {where} stay in {self._logs}."
             )
         port = self.master[1] if self.master else 0
-        self._broadcast(do="release", outcome=vars(verdict.outcome(port)), lost=self.roster.lost)
+        self._broadcast(do="release", outcome=vars(verdict.outcome(port)), lost=self.table.lost)

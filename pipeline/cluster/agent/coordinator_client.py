@@ -1,4 +1,4 @@
-"""A guard's connection to the hub. No torch."""
+"""An agent's connection to the coordinator. No torch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import socket
 import time
 from typing import Any
 
+from pipeline.cluster.agent.connection import Connection, Message
+from pipeline.cluster.agent.coordinator_settings import Limits
 from pipeline.cluster.agent.credential import introduce, is_proven
-from pipeline.cluster.agent.hub_settings import Limits
+from pipeline.cluster.agent.launch_spec import LaunchSpec
 from pipeline.cluster.agent.messages import is_order
-from pipeline.cluster.agent.peers import leads_to_another_user
 from pipeline.cluster.agent.rank_place import direct_ports
-from pipeline.cluster.agent.ticket import Ticket
-from pipeline.cluster.agent.wire import Connection, Message
+from pipeline.cluster.agent.socket_owner import leads_to_another_user
 from pipeline.cluster.rank_environment import RankEnvironment
 from pipeline.job.world import LOOPBACK
 
@@ -27,14 +27,14 @@ _LONGEST_REFUSAL = 10_000
 
 
 class Unreachable(Exception):
-    """There is no hub."""
+    """There is no coordinator."""
 
 
-def tell_refusal(ticket: Ticket, key: str, text: str) -> bool:
+def tell_refusal(spec: LaunchSpec, key: str, text: str) -> bool:
     """Tell the launch why this process can be none of its ranks, which a launcher's exit code does not; False
     where it does not hear it."""
     try:
-        address = (ticket.address, ticket.port)
+        address = (spec.address, spec.port)
         with socket.create_connection(address, timeout=_CONNECT_SECONDS) as stream:
             Connection(stream).send(**introduce(key), wrong_world=text[:_LONGEST_REFUSAL])
     except OSError:
@@ -42,33 +42,34 @@ def tell_refusal(ticket: Ticket, key: str, text: str) -> bool:
     return True
 
 
-class Contact:
+class CoordinatorClient:
     """Signs of life in both directions, and messages.
 
-    With a launch the hub must be there from the beginning. Without one it is the guard of rank 0, which may
+    With a launch the coordinator must be there from the beginning. Without one it is the agent of rank 0,
+    which may
     be started later: until it answers, the rank runs, and torch's rendezvous has its own time limit.
 
     Attributes:
         connection: None while there is none.
         lost: Why there is no contact any more; empty while there is.
-        is_wrong_job: It is that this rank is none of the hub's job.
+        is_wrong_job: It is that this rank is none of the coordinator's job.
 
     Args:
-        hello: What the hub must know of this rank; the proof that it holds `key` goes with it.
+        hello: What the coordinator must know of this rank; the proof that it holds `key` goes with it.
 
     Raises:
         Unreachable: the launch does not answer.
     """
 
     def __init__(
-        self, ticket: Ticket, key: str, place: RankEnvironment, hello: Message, limits: Limits
+        self, spec: LaunchSpec, key: str, place: RankEnvironment, hello: Message, limits: Limits
     ) -> None:
         self._place = place
         self._limits = limits
         self._key = key
         self._hello = hello
         self._nonce = ""
-        self._is_direct = not ticket.port
+        self._is_direct = not spec.port
         self._unsent: list[Message] = []
         self._accepted = False
         self._next_try = self._last_beat = 0.0
@@ -82,8 +83,8 @@ class Contact:
             self._orders.append({"do": "start", "environment": {}, "arguments": [], "logs": None, "mark": ""})
             self._address = LOOPBACK if place.world_size == place.local_size else place.master_addr
         else:
-            self._address = ticket.address
-            self._port = ticket.port
+            self._address = spec.address
+            self._port = spec.port
             self._reach_launch()
 
     def _reach_launch(self) -> None:
@@ -114,16 +115,16 @@ class Contact:
         self.connection.send(**self._hello, **proven)
 
     def send(self, **message: Any) -> None:
-        """Send now, or when there is a hub."""
+        """Send now, or when there is a coordinator."""
         if self.connection is None or not self._accepted:
-            if message.get("is") == "progress":  # one a second, for as long as there is no hub
+            if message.get("is") == "progress":  # one a second, for as long as there is no coordinator
                 self._unsent = [each for each in self._unsent if each.get("is") != "progress"]
             self._unsent.append(message)
         else:
             self.connection.send(**message)
 
     def receive(self) -> list[Message]:
-        """What the hub has ordered since the last call."""
+        """What the coordinator has ordered since the last call."""
         orders, self._orders = self._orders, []
         if self.connection is None:
             return orders
@@ -144,13 +145,13 @@ class Contact:
         return orders
 
     def _is_first_word(self, order: Message) -> bool:
-        """Whether it comes from this start's hub, or turns this rank away."""
+        """Whether it comes from this start's coordinator, or turns this rank away."""
         return order["do"] == "refuse" or (
-            order["do"] == "accept" and is_proven(order, self._key, "hub", self._nonce)
+            order["do"] == "accept" and is_proven(order, self._key, "coordinator", self._nonce)
         )
 
     def _be_refused(self, order: Message) -> None:
-        """Without a launch, who refuses before it has accepted is another job's hub."""
+        """Without a launch, who refuses before it has accepted is another job's coordinator."""
         assert self.connection is not None
         if self._accepted or not self._is_direct:
             self.lost, self.is_wrong_job = order["reason"], self._accepted and order["wrong_job"]
@@ -164,10 +165,10 @@ class Contact:
         self._unsent.clear()
 
     def beat(self, now: float) -> None:
-        """Give a sign of life when it is time; look for a hub where none has been found yet."""
+        """Give a sign of life when it is time; look for a coordinator where none has been found yet."""
         if self.connection is None:
             if self._is_direct and not self.lost and now >= self._next_try:
-                self._look_for_hub()
+                self._look_for_coordinator()
                 self._next_try = now + _RETRY_SECONDS
             return
         self.connection.flush()
@@ -176,7 +177,7 @@ class Contact:
             self.connection.send(**{"is": "beat"})
             self._check()
 
-    def _look_for_hub(self) -> None:
+    def _look_for_coordinator(self) -> None:
         """Try the next of the ports on which it may be."""
         self._port = next(self._ports)
         with contextlib.suppress(OSError):
@@ -196,9 +197,9 @@ class Contact:
         if not self._accepted and connection.closed:
             self.lost = f"what answers at {self._address}:{self._port} is not this job's launch"
             return
-        hub = "rank 0's guard" if self._is_direct else "launch.sh"
+        coordinator = "rank 0's agent" if self._is_direct else "launch.sh"
         how = "has ended" if connection.closed else f"has not been heard of for {silent:.0f} s"
-        self.lost = f"{hub} ({self._address}) {how}"
+        self.lost = f"{coordinator} ({self._address}) {how}"
 
     def close(self) -> None:
         """Send what is left, and end the connection."""

@@ -1,10 +1,10 @@
-"""What a hub and its guards agree on: times, ports, and what a start is like. No torch."""
+"""What a coordinator and its agents agree on: times, ports, and what a start is like. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Ports of a start that rank 0's guard may listen on where no launch gives an address: 8 of 11,000 to 14,999,
+# Ports of a start that rank 0's agent may listen on where no launch gives an address: 8 of 11,000 to 14,999,
 # below every port that is derived or drawn for a rendezvous (`process_managers`).
 FIRST_DIRECT_PORT, DIRECT_PORTS, DIRECT_BLOCKS = 11_000, 8, 500
 # For the first rank to report: launchers import torch, which a cold file system takes its time to give out.
@@ -33,12 +33,12 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class HubSettings:
-    """What a hub must know of its start.
+class CoordinatorSettings:
+    """What a coordinator must know of its start.
 
     Attributes:
         world_size: Ranks to expect.
-        key: What a guard must hold to be heard.
+        key: What an agent must hold to be heard.
         master_addr, master_port: Rendezvous as the user gave it; None: rank 0's own address and a port that
             is free there. Ignored for a start without a launch, whose launcher has said it.
         environment: Variables for every rank that may not stand on a command line.

@@ -1,11 +1,12 @@
-"""How a guard and the hub know each other: each proves that it holds the key of the start. No torch.
+"""How an agent and the coordinator know each other: each proves that it holds the key of the start. No torch.
 
-    guard ── hello, nonce, proof of a guard ──► hub
-          ◄──── accept, proof of the hub ──────
+    agent ── hello, nonce, proof of an agent ──► coordinator
+          ◄──── accept, proof of the coordinator ──────
 
-A proof is HMAC-SHA256 (RFC 2104) of who speaks and the guard's nonce. The key itself never travels on that
-connection, and stands on no command line: guards read it from a file that only this user can read. A hub that
-cannot prove itself is not obeyed, since it may tell a guard to set any variable for its rank.
+A proof is HMAC-SHA256 (RFC 2104) of who speaks and the agent's nonce. The key itself never travels on that
+connection, and stands on no command line: agents read it from a file that only this user can read. A
+coordinator that cannot prove itself is not obeyed, since it may tell an agent to set any variable for its
+rank.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ def new_key() -> str:
     return secrets.token_urlsafe(24)
 
 
-def proof(key: str, role: Literal["guard", "hub"], nonce: str) -> str:
+def proof(key: str, role: Literal["agent", "coordinator"], nonce: str) -> str:
     return hmac.new(key.encode(), f"{role} {nonce}".encode(), hashlib.sha256).hexdigest()
 
 
 def introduce(key: str) -> Message:
-    """A guard's part of its first message."""
+    """An agent's part of its first message."""
     nonce = secrets.token_hex(16)
-    return {"nonce": nonce, "proof": proof(key, "guard", nonce)}
+    return {"nonce": nonce, "proof": proof(key, "agent", nonce)}
 
 
-def is_proven(message: Message, key: str, role: Literal["guard", "hub"], nonce: object) -> bool:
+def is_proven(message: Message, key: str, role: Literal["agent", "coordinator"], nonce: object) -> bool:
     """Whether its sender holds the key."""
     given = message.get("proof")
     if not isinstance(given, str) or not isinstance(nonce, str) or not given.isascii():
@@ -74,7 +75,7 @@ def read_key(path: str) -> str:
 
 
 def forget_key(path: str) -> None:
-    """Remove it from this host, where it lies in a folder. Another guard may have done so."""
+    """Remove it from this host, where it lies in a folder. Another agent may have done so."""
     if path and not path.startswith("/proc/"):
         with contextlib.suppress(OSError):
             Path(path).unlink(missing_ok=True)

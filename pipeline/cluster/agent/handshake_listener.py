@@ -1,7 +1,8 @@
-"""Where guards come in to the hub. Until one has proved itself it gets little time, room and attention.
+"""Where agents come in to the coordinator. Until one has proved itself it gets little time, room and
+attention.
 
 Anybody on the network can connect: a port scanner, a client that has lost its way, another job. None of them
-may keep a rank out, or use the hub's memory and descriptors up. No torch.
+may keep a rank out, or use the coordinator's memory and descriptors up. No torch.
 """
 
 from __future__ import annotations
@@ -12,22 +13,22 @@ import selectors
 import time
 from collections import Counter
 
+from pipeline.cluster.agent.connection import Connection, Message, listen
 from pipeline.cluster.agent.credential import is_proven, proof
 from pipeline.cluster.agent.descriptors import make_room
-from pipeline.cluster.agent.peers import comes_from_another_user
-from pipeline.cluster.agent.wire import Connection, Message, listen
+from pipeline.cluster.agent.socket_owner import comes_from_another_user
 
-# A guard speaks as soon as it is connected.
+# An agent speaks as soon as it is connected.
 STRANGER_SECONDS = 10.0
 # Strangers beside as many as there are ranks, which may all come at once.
 MORE_STRANGERS = 64
-# The problems of a job that a guard refuses are the longest first message.
+# The problems of a job that an agent refuses are the longest first message.
 MAX_HELLO = 2**16
 _ACCEPTS_PER_TURN = 256
 _DESCRIPTORS_BESIDE = 256
 
 
-class Door:
+class HandshakeListener:
     """A listening socket, and the connections that have not proved anything yet.
 
     Args:
@@ -54,12 +55,12 @@ class Door:
         self._most = world_size + MORE_STRANGERS
         self._selector = selector
         make_room(self._most + world_size + _DESCRIPTORS_BESIDE)
-        self.listener = listen(port, everywhere)
-        self.listener.setblocking(False)
-        self.port: int = self.listener.getsockname()[1]
+        self.socket = listen(port, everywhere)
+        self.socket.setblocking(False)
+        self.port: int = self.socket.getsockname()[1]
         self._strangers: dict[Connection, tuple[float, str]] = {}  # since when, from where
         self._nonces: set[str] = set()
-        selector.register(self.listener, selectors.EVENT_READ)
+        selector.register(self.socket, selectors.EVENT_READ)
 
     def __contains__(self, connection: Connection) -> bool:
         return connection in self._strangers
@@ -71,7 +72,7 @@ class Door:
         """Take those who wait outside."""
         for _ in range(_ACCEPTS_PER_TURN):
             try:
-                stream, _ = self.listener.accept()
+                stream, _ = self.socket.accept()
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE):
                     self._make_place()
@@ -92,13 +93,13 @@ class Door:
         (crowd, _), *_ = Counter(peer for _, peer in self._strangers.values()).most_common(1)
         self.drop(next(each for each, (_, peer) in self._strangers.items() if peer == crowd))
 
-    def is_guard(self, connection: Connection, hello: Message) -> bool:
+    def is_agent(self, connection: Connection, hello: Message) -> bool:
         """Whether a first message proves that its sender holds the key. What was said once proves nothing."""
         nonce = hello.get("nonce")
-        if not is_proven(hello, self._key, "guard", nonce) or nonce in self._nonces:
+        if not is_proven(hello, self._key, "agent", nonce) or nonce in self._nonces:
             return False
         self._nonces.add(nonce)
-        connection.send(do="accept", proof=proof(self._key, "hub", nonce))
+        connection.send(do="accept", proof=proof(self._key, "coordinator", nonce))
         return True
 
     def admit(self, connection: Connection) -> None:
@@ -126,9 +127,9 @@ class Door:
 
     def close(self) -> None:
         """Let go of all, and listen no more. May be called twice."""
-        if self.listener.fileno() < 0:
+        if self.socket.fileno() < 0:
             return
         for connection in list(self._strangers):
             self.drop(connection)
-        self._selector.unregister(self.listener)
-        self.listener.close()
+        self._selector.unregister(self.socket)
+        self.socket.close()

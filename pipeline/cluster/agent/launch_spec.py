@@ -1,12 +1,12 @@
 """What a launch hands to every rank, as one argument that passes through any number of shells. No torch.
 
-    pretrain.py --local_rank=1 --ticket=eJyrVkosSs...
+    pretrain.py --local_rank=1 --launch_spec=eJyrVkosSs...
 
 Launchers send the command line through one or two shells, which drop empty arguments, expand ``$``, split at
 blanks and lose quotes; pdsh replaces ``%n`` besides. Letters, digits, ``-``, ``_`` and ``=`` survive all of
-them. No credential is in a ticket: the command line can be read by everybody on a host. Nor are the job's
-arguments, of any length, which the hub hands out: pdsh makes one argument of the whole line, and one argument
-may have 128 KiB.
+them. No credential is in a spec: the command line can be read by everybody on a host. Nor are the job's
+arguments, of any length, which the coordinator hands out: pdsh makes one argument of the whole line, and one
+argument may have 128 KiB.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-OPTION = "--ticket="
+OPTION = "--launch_spec="
 
 
 @dataclass(frozen=True)
-class Ticket:
+class LaunchSpec:
     """The launch's word to a rank.
 
     Attributes:
         hosts: (name, slots) of the checked world, in rank order; empty without a launch.
-        address, port: Where the launch listens; empty where rank 0's guard does (`rank_place.direct_ports`).
+        address, port: Where the launch listens; empty where rank 0's agent does (`rank_place.direct_ports`).
         key_file: Path of the key on every host (`pipeline.cluster.agent.credential`); empty without a launch.
         failure_timeout: Seconds within which the ranks end when something they need is gone.
         step_timeout: Seconds that a step may take; None: from the measured ones.
@@ -57,14 +57,14 @@ class Ticket:
         raise ValueError(f"rank {rank} is not one of {self.world_size}")
 
 
-def encode(ticket: Ticket) -> str:
+def encode(spec: LaunchSpec) -> str:
     """The argument that carries it."""
-    return OPTION + pack(asdict(ticket))
+    return OPTION + pack(asdict(spec))
 
 
-def split_ticket(arguments: Sequence[str]) -> tuple[Ticket, list[str]]:
-    """The ticket of a command line, and the other arguments: what launchers add, and the job's, if it was
-    started without a hub.
+def split_launch_spec(arguments: Sequence[str]) -> tuple[LaunchSpec, list[str]]:
+    """The spec of a command line, and the other arguments: what launchers add, and the job's, if it was
+    started without a coordinator.
 
     Raises:
         ValueError: it was cut on its way.
@@ -72,11 +72,11 @@ def split_ticket(arguments: Sequence[str]) -> tuple[Ticket, list[str]]:
     rest = [argument for argument in arguments if not argument.startswith(OPTION)]
     given = [argument for argument in arguments if argument.startswith(OPTION)]
     if not given:
-        return Ticket(), rest
+        return LaunchSpec(), rest
     values = unpack(given[-1].removeprefix(OPTION))
     values["hosts"] = tuple((name, slots) for name, slots in values["hosts"])
-    ticket = Ticket(**{key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
-    return ticket, rest
+    spec = LaunchSpec(**{key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
+    return spec, rest
 
 
 def pack(values: dict[str, Any]) -> str:

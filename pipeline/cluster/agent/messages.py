@@ -1,4 +1,4 @@
-"""What guards and hub say to each other, kind by kind: fields and their types. No torch.
+"""What agents and coordinator say to each other, kind by kind: fields and their types. No torch.
 
 A peer that says anything else is parted with; what it says would otherwise end the process that reads it.
 """
@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import get_args
 
-from pipeline.cluster.agent.roster import Kind, Phase
-from pipeline.cluster.agent.wire import Message
+from pipeline.cluster.agent.connection import Message
+from pipeline.cluster.agent.rank_table import Kind, Phase
 from pipeline.cluster.outcome import Status
 
 _NONE = type(None)
 _TEXT, _NUMBER, _SECONDS = (str,), (int,), (int, float)
 Fields = Mapping[str, tuple[type, ...]]
 
-# By "is", from a guard.
+# By "is", from an agent.
 REPORTS: dict[str, Fields] = {
     "beat": {},
     "progress": {"phase": _TEXT, "step": _NUMBER},
@@ -29,9 +29,9 @@ REPORTS: dict[str, Fields] = {
     "trouble": {"text": _TEXT},
     "missing": {"ranks": (list,)},
     "stacks": {"text": _TEXT},
-    "ended": {"code": (int, _NONE), "by_guard": (bool,), "tail": _TEXT},
+    "ended": {"code": (int, _NONE), "by_agent": (bool,), "tail": _TEXT},
 }
-# By "do", from the hub.
+# By "do", from the coordinator.
 ORDERS: dict[str, Fields] = {
     "accept": {"proof": _TEXT},
     "refuse": {"reason": _TEXT, "wrong_job": (bool,)},
@@ -57,12 +57,12 @@ _WORDS = {
 
 
 def is_report(message: Message) -> bool:
-    """Whether a guard may say this."""
+    """Whether an agent may say this."""
     return _fits(message, REPORTS.get(str(message.get("is"))))
 
 
 def is_order(message: Message) -> bool:
-    """Whether the hub may say this."""
+    """Whether the coordinator may say this."""
     return _fits(message, ORDERS.get(str(message.get("do"))))
 
 

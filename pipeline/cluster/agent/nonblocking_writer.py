@@ -1,6 +1,6 @@
 """Output that nobody waits for: a thread writes, and what it cannot write in time is left out. No torch.
 
-A stopped terminal (Ctrl-S) or a file server that is away must not keep a guard from its work.
+A stopped terminal (Ctrl-S) or a file server that is away must not keep an agent from its work.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_LINE = 2**16
 _CONTROL_SEQUENCE = re.compile(rb"\x1b\[([0-?]*)[ -/]*([@-~])")
 
 
-class Outlet:
+class NonBlockingWriter:
     """Bytes go in at any time, and out of a descriptor when it takes them.
 
     Args:
@@ -69,7 +69,7 @@ class Outlet:
     def _start(self) -> None:
         # Not before a rank was started: a process with threads does not fork well.
         if self._thread is None and (self._descriptor is not None or self._path is not None):
-            self._thread = threading.Thread(target=self._run, name="outlet", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
             self._thread.start()
 
     def _run(self) -> None:

@@ -1,7 +1,7 @@
-"""How a rank tells its guard where it stands. No torch.
+"""How a rank tells its agent where it stands. No torch.
 
-The guard hands its rank one argument, `--guarded=`, with the numbers of the descriptors that it has opened
-for it and what the launch decided. A rank that was started without a guard (a test) has a `NullLink`.
+The agent hands its rank one argument, `--agent=`, with the numbers of the descriptors that it has opened
+for it and what the launch decided. A rank that was started without an agent (a test) has a `NullLink`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from pipeline.cluster.agent.roster import Phase, error_kind
-from pipeline.cluster.agent.ticket import pack, unpack
+from pipeline.cluster.agent.launch_spec import pack, unpack
+from pipeline.cluster.agent.rank_table import Phase, error_kind
 
-OPTION = "--guarded="
+OPTION = "--agent="
 # Not SIGUSR1, which asks a job to save and end.
 STACKS_SIGNAL = signal.SIGUSR2
 
@@ -29,7 +29,7 @@ STACKS_SIGNAL = signal.SIGUSR2
 class RankLink(Protocol):
     """What a rank has to say while it lives."""
 
-    guarded: bool
+    supervised: bool
 
     def progress(self, phase: Phase, step: int) -> None:
         """This rank has come so far: what it does now, with `step` steps taken."""
@@ -56,7 +56,7 @@ class RankLink(Protocol):
 class NullLink:
     """Tells nobody."""
 
-    guarded = False
+    supervised = False
 
     def progress(self, phase: Phase, step: int) -> None:
         pass
@@ -80,10 +80,10 @@ class NullLink:
         pass
 
 
-class GuardLink:
-    """Tells the guard, by one JSON object a line. Any thread may speak."""
+class AgentLink:
+    """Tells the agent, by one JSON object a line. Any thread may speak."""
 
-    guarded = True
+    supervised = True
 
     def __init__(self, stream: socket.socket) -> None:
         self._stream = stream
@@ -114,17 +114,17 @@ class GuardLink:
         self._send(kind="refused", step=0, message=first_line.strip(), text=report, **{"is": "failure"})
 
     def _send(self, **message: Any) -> None:
-        # Without its guard the rank is killed by the system; there is nobody to tell.
+        # Without its agent the rank is killed by the system; there is nobody to tell.
         with self._lock, contextlib.suppress(OSError):
             self._stream.sendall(json.dumps(message).encode() + b"\n")
 
 
 @dataclass(frozen=True)
 class Inherited:
-    """What a guard gives its rank.
+    """What an agent gives its rank.
 
     Attributes:
-        link: Descriptor of the stream to the guard.
+        link: Descriptor of the stream to the agent.
         stacks: Descriptor of the file that takes this rank's stacks.
         hosts: (name, slots) of the world that was checked; empty without a launch.
         batch: Batch sizes in place of the JSON's; empty for the JSON's own.
@@ -140,7 +140,7 @@ class Inherited:
 
 
 def split_inherited(arguments: Sequence[str]) -> tuple[Inherited | None, list[str]]:
-    """What the guard gave, None in a process without one, and the other arguments."""
+    """What the agent gave, None in a process without one, and the other arguments."""
     rest = [argument for argument in arguments if not argument.startswith(OPTION)]
     given = [argument for argument in arguments if argument.startswith(OPTION)]
     if not given:
@@ -150,11 +150,11 @@ def split_inherited(arguments: Sequence[str]) -> tuple[Inherited | None, list[st
     return Inherited(values["link"], values["stacks"], hosts, tuple(values["batch"])), rest
 
 
-def connect(inherited: Inherited) -> GuardLink:
-    """The link to this process's guard, which can ask for stacks from now on."""
+def connect(inherited: Inherited) -> AgentLink:
+    """The link to this process's agent, which can ask for stacks from now on."""
     stacks = os.fdopen(inherited.stacks, "w")
     faulthandler.enable()  # a crash in native code shows where Python was
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
     for descriptor in (inherited.link, inherited.stacks):
         os.set_inheritable(descriptor, False)
-    return GuardLink(socket.socket(fileno=inherited.link))
+    return AgentLink(socket.socket(fileno=inherited.link))

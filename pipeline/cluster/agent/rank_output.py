@@ -1,4 +1,4 @@
-"""What a rank writes: through its guard to the console and to a file of its own. No torch."""
+"""What a rank writes: through its agent to the console and to a file of its own. No torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import tty
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.cluster.agent.outlet import Outlet, PlainLines, Tail
+from pipeline.cluster.agent.nonblocking_writer import NonBlockingWriter, PlainLines, Tail
 from pipeline.cluster.agent.owned_process import new_file_in_memory
 
 # Starts of a run whose logs are kept.
@@ -29,7 +29,7 @@ MARK_FILE = ".first_host"
 _START_NAME = re.compile(r"\d{8}-\d{6}")
 _CLOSE_SECONDS = 2.0
 _PIECE = 2**16
-# What one call takes of a stream: a rank that writes without a pause leaves its guard time for the rest.
+# What one call takes of a stream: a rank that writes without a pause leaves its agent time for the rest.
 _PIECES_PER_CALL = 4
 # More bytes than a pipe (1 MiB at most) or a terminal holds: behind them comes what outlives the rank.
 _PIECES_AT_END = 32
@@ -48,8 +48,8 @@ class RankOutput:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._console = {1: Outlet(1), 2: Outlet(2) if rank == 0 else None}
-        self._log = Outlet()
+        self._console = {1: NonBlockingWriter(1), 2: NonBlockingWriter(2) if rank == 0 else None}
+        self._log = NonBlockingWriter()
         self._lines = {1: PlainLines(), 2: PlainLines()}
         self._tail = Tail()
         self._kept = Tail(MAX_GATHERED)
@@ -188,9 +188,9 @@ class RankOutput:
 
     def close(self) -> None:
         """Wait a moment for what has not been written."""
-        for outlet in (*self._console.values(), self._log):
-            if outlet is not None:
-                outlet.close(_CLOSE_SECONDS)
+        for writer in (*self._console.values(), self._log):
+            if writer is not None:
+                writer.close(_CLOSE_SECONDS)
 
 
 def log_name(rank: int) -> str:

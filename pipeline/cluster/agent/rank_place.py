@@ -1,19 +1,19 @@
-"""A rank's place in the world that was checked, and where guards without a launch meet. No torch."""
+"""A rank's place in the world that was checked, and where agents without a launch meet. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from pipeline.base.problems import JobError, Problem
-from pipeline.cluster.agent.hub_settings import DIRECT_BLOCKS, DIRECT_PORTS, FIRST_DIRECT_PORT
-from pipeline.cluster.agent.ticket import Ticket
+from pipeline.cluster.agent.coordinator_settings import DIRECT_BLOCKS, DIRECT_PORTS, FIRST_DIRECT_PORT
+from pipeline.cluster.agent.launch_spec import LaunchSpec
 from pipeline.cluster.rank_environment import RankEnvironment, read_rank_environment, try_port
 
 # The deepspeed launcher's number of the host.
 _CROSS_RANK = "CROSS_RANK"
 
 
-def placed(ticket: Ticket, environ: Mapping[str, str]) -> RankEnvironment:
+def placed(spec: LaunchSpec, environ: Mapping[str, str]) -> RankEnvironment:
     """This rank's place in the world that was checked.
 
     The deepspeed launcher numbers the ranks of a host wrongly where hosts have unequal slots
@@ -22,18 +22,18 @@ def placed(ticket: Ticket, environ: Mapping[str, str]) -> RankEnvironment:
     Raises:
         JobError: the launcher has made another world of it.
     """
-    if not ticket.hosts:
+    if not spec.hosts:
         return read_rank_environment(environ)
-    # Launchers that know nothing of torch set no rendezvous; the hub names the real one.
-    rendezvous = {"MASTER_ADDR": ticket.address, "MASTER_PORT": str(ticket.port)}
+    # Launchers that know nothing of torch set no rendezvous; the coordinator names the real one.
+    rendezvous = {"MASTER_ADDR": spec.address, "MASTER_PORT": str(spec.port)}
     found = read_rank_environment(rendezvous | dict(environ))
     problems = []
-    if found.world_size != ticket.world_size:
-        rule = f"the world that was checked has {ticket.world_size} ranks"
+    if found.world_size != spec.world_size:
+        rule = f"the world that was checked has {spec.world_size} ranks"
         problems.append(Problem("WORLD_SIZE", found.world_size, rule, "Start the ranks that were checked"))
         raise JobError(problems)
-    host, local_rank, slots = ticket.place(found.rank)
-    name = ticket.hosts[host][0]
+    host, local_rank, slots = spec.place(found.rank)
+    name = spec.hosts[host][0]
     if found.local_size != slots:
         rule = f"rank {found.rank} belongs to host {name}, which was checked with {slots} ranks"
         problems.append(Problem("LOCAL_SIZE", found.local_size, rule, "Give every host its slots"))
@@ -60,7 +60,7 @@ def is_free_port(port: int) -> bool:
 
 
 def direct_ports(master_port: int) -> list[int]:
-    """Where rank 0's guard listens, and the others look, without a launch: away from the rendezvous, beside
+    """Where rank 0's agent listens, and the others look, without a launch: away from the rendezvous, beside
     which the next job's may be, and the same on every host.
 
     Jobs whose rendezvous are `DIRECT_BLOCKS` apart have the same ones; there is room for several.

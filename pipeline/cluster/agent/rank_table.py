@@ -1,4 +1,5 @@
-"""What the hub knows of a start: where each rank stands, what failed first, and how it all ended. No torch.
+"""What the coordinator knows of a start: where each rank stands, what failed first, and how it all ended. No
+torch.
 
 A failure makes others: ranks lose a peer's connection a moment after the peer died, and report that. The
 first failure is therefore the earliest that is no consequence by its own words.
@@ -34,15 +35,15 @@ _PEER_WORDS = (
 
 @dataclass
 class RankState:
-    """One rank, as its guard reports it.
+    """One rank, as its agent reports it.
 
     Attributes:
         host: Number of its host in the job.
         name: Name of that host.
-        moved: When it last made progress, by the hub's clock.
+        moved: When it last made progress, by the coordinator's clock.
         ending: How its run ended by its own word, before it left.
         code: Exit status in `subprocess` convention; None while it runs.
-        gone: Nothing more will be heard of it: its guard has said that it ended, or its host is lost.
+        gone: Nothing more will be heard of it: its agent has said that it ended, or its host is lost.
     """
 
     rank: int
@@ -64,7 +65,7 @@ class Failure:
     Attributes:
         message: One line.
         text: A traceback, the last lines of a rank's output, or the problems of a job; may be empty.
-        at: When the hub heard of it.
+        at: When the coordinator heard of it.
     """
 
     kind: Kind
@@ -100,7 +101,7 @@ class Verdict:
 
 
 @dataclass
-class Roster:
+class RankTable:
     """Every rank of a start, and every failure."""
 
     states: dict[int, RankState] = field(default_factory=dict)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from pipeline.cluster.agent.roster import rank_list
+from pipeline.cluster.agent.rank_table import rank_list
 
 _FRAME = re.compile(r'^\s*File "(.+?)", line (\d+) in (.+)$')
 # faulthandler lists the main thread last, and frames from the innermost outwards.

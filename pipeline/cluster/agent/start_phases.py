@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pipeline.cluster.agent.roster import RankState
+from pipeline.cluster.agent.rank_table import RankState
 
 # Shorter phases are not spoken of.
 LONG_SECONDS = 2.0

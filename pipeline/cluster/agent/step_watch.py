@@ -38,7 +38,7 @@ class StepWatch:
     def progress(self, phase: str, step: int, now: float) -> None:
         """Some rank has come to `phase`, with `step` steps taken."""
         if self._step is not None and step > self._step and self._last_phase == "training":
-            # Guards report once a second at most, of fast steps every so many.
+            # Agents report once a second at most, of fast steps every so many.
             self._durations.append((now - self._since) / (step - self._step))
         if phase != self._last_phase or step != self._step:
             self._since = now

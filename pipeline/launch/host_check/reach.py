@@ -7,7 +7,7 @@ import shlex
 import subprocess
 from dataclasses import dataclass
 
-from pipeline.cluster.agent.wire import route_address
+from pipeline.cluster.agent.connection import route_address
 from pipeline.cluster.launcher_options import LauncherOptions
 from pipeline.job.world import World, is_this_machine
 from pipeline.launch.host_check.session import Said
@@ -138,7 +138,7 @@ class NoWay(Exception):
 
 
 def launch_address(world: World, options: LauncherOptions) -> str:
-    """Where the hub is, as the hosts of `world` reach it: by the way to the first other host.
+    """Where the coordinator is, as the hosts of `world` reach it: by the way to the first other host.
 
     Raises:
         NoWay: its name is unknown here, and ssh has no address for it.

@@ -19,7 +19,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from pipeline.cluster.agent.wire import listen
+from pipeline.cluster.agent.connection import listen
 
 MARK = "FABRIC:"
 _CONNECT_SECONDS = 5

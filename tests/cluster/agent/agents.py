@@ -1,4 +1,4 @@
-"""A hub in this process, and guards with stand-in ranks beside it."""
+"""A coordinator in this process, and agents with stand-in ranks beside it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from types import MappingProxyType
 
 import pytest
 
+from pipeline.cluster.agent.coordinator import Coordinator
+from pipeline.cluster.agent.coordinator_settings import CoordinatorSettings
 from pipeline.cluster.agent.credential import introduce
-from pipeline.cluster.agent.hub import Hub
-from pipeline.cluster.agent.hub_settings import HubSettings
-from pipeline.cluster.agent.roster import Verdict
-from pipeline.cluster.agent.ticket import Ticket, encode
+from pipeline.cluster.agent.launch_spec import LaunchSpec, encode
+from pipeline.cluster.agent.rank_table import Verdict
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
 TIMEOUT = 6.0
@@ -25,8 +25,9 @@ KEY = "a key that nobody guesses"
 
 
 class Start:
-    """A hub in this process, and guards beside it. `arguments`: of the job, from the hub; without any they
-    stand on the guards' command lines."""
+    """A coordinator in this process, and agents beside it. `arguments`: of the job, from the coordinator;
+    without any they
+    stand on the agents' command lines."""
 
     def __init__(
         self,
@@ -41,11 +42,11 @@ class Start:
         self.arguments = arguments
         self.key_file = folder / "key"
         self.write_key(KEY)
-        settings = HubSettings(world_size, KEY, TIMEOUT, step_timeout, arguments=arguments)
-        self.hub = Hub(settings, self.said.append)
-        self.guards: list[subprocess.Popen] = []
+        settings = CoordinatorSettings(world_size, KEY, TIMEOUT, step_timeout, arguments=arguments)
+        self.coordinator = Coordinator(settings, self.said.append)
+        self.agents: list[subprocess.Popen] = []
 
-    def guard(
+    def agent(
         self,
         rank: int,
         *job: str,
@@ -53,15 +54,15 @@ class Start:
         elsewhere: Mapping[str, object] = MappingProxyType({}),
         **changes: object,
     ) -> None:
-        """Start the guard of `rank`. `elsewhere`: another place; `changes`: other values in its ticket."""
+        """Start the agent of `rank`. `elsewhere`: another place; `changes`: other values in its spec."""
         values = {
             "hosts": (("here", self.world_size),),
             "address": "127.0.0.1",
-            "port": self.hub.port,
+            "port": self.coordinator.port,
             "key_file": str(self.key_file),
             "failure_timeout": TIMEOUT,
         }
-        ticket = Ticket(**values | changes)  # type: ignore[arg-type]
+        spec = LaunchSpec(**values | changes)  # type: ignore[arg-type]
         place = {
             "RANK": rank,
             "WORLD_SIZE": self.world_size,
@@ -72,16 +73,16 @@ class Start:
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "CROSS_RANK": "0"}
         environment |= {name: str(value) for name, value in elsewhere.items()}
         line = () if self.arguments else (str(self.folder), *job)
-        command = [*before, sys.executable, str(STAND_IN), "--local_rank=0", encode(ticket), *line]
+        command = [*before, sys.executable, str(STAND_IN), "--local_rank=0", encode(spec), *line]
         with (self.folder / f"console{rank}").open("w") as out:
-            self.guards.append(subprocess.Popen(command, env=environment, stdout=out, stderr=out))
+            self.agents.append(subprocess.Popen(command, env=environment, stdout=out, stderr=out))
 
     def write_key(self, key: str) -> None:
         self.key_file.touch(0o600)
         self.key_file.write_text(key)
 
     def hello(self, **changes: object) -> bytes:
-        """What a guard says first. `changes`: other fields; None leaves one out."""
+        """What an agent says first. `changes`: other fields; None leaves one out."""
         values = {"rank": 0, "host_number": 0, "host": "x", "world_size": self.world_size, "port": 1}
         values |= introduce(KEY) | changes
         return (
@@ -90,7 +91,7 @@ class Start:
 
     def all(self, *job: str) -> None:
         for rank in range(self.world_size):
-            self.guard(rank, *job)
+            self.agent(rank, *job)
 
     def ranks(self) -> list[dict]:
         """What each rank has written about itself; waits for all of them."""
@@ -101,16 +102,16 @@ class Start:
     def until(self, condition, seconds: float = 20) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < deadline, (self.said, self.hub.roster)
-            self.hub.poll(0.05)
+            assert time.monotonic() < deadline, (self.said, self.coordinator.table)
+            self.coordinator.poll(0.05)
 
     def verdict(self, seconds: float = 20) -> Verdict:
-        self.until(lambda: self.hub.verdict is not None, seconds)
-        self.hub.linger(3)
-        return self.hub.verdict
+        self.until(lambda: self.coordinator.verdict is not None, seconds)
+        self.coordinator.linger(3)
+        return self.coordinator.verdict
 
     def codes(self) -> list[int]:
-        return [guard.wait(5) for guard in self.guards]
+        return [agent.wait(5) for agent in self.agents]
 
     def log(self, rank: int) -> str:
         (file,) = self.folder.glob(f"logs/*/rank_{rank:05}.log")
@@ -121,7 +122,7 @@ class Start:
 def start(tmp_path: Path) -> Iterator[Start]:
     made = Start(tmp_path)
     yield made
-    made.hub.close()
-    for guard in made.guards:
-        guard.kill()
-        guard.wait()
+    made.coordinator.close()
+    for agent in made.agents:
+        agent.kill()
+        agent.wait()

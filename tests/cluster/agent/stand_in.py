@@ -4,7 +4,7 @@
 
 FAULT: exit=N, signal=NAME (to itself), raise, hang, refuse, peer (an error of a lost peer). Without one the
 rank counts to the end and says that it has finished, or stopped after a signal. It does not wait for the
-others, so that nothing but their guards ends ranks that have lost a peer. At STEP `end` a fault comes after
+others, so that nothing but their agents ends ranks that have lost a peer. At STEP `end` a fault comes after
 that last word.
 """
 
@@ -19,8 +19,8 @@ import traceback
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
-    from pipeline.cluster.agent.guard import own_rank
+    sys.path[0] = str(Path(__file__).resolve().parents[3])
+    from pipeline.cluster.agent.agent import own_rank
 
     own_rank(sys.argv)
 
@@ -71,7 +71,7 @@ link.folder(str(folder))
 (folder / "ranks").mkdir(exist_ok=True, parents=True)
 here = {
     "pid": os.getpid(),
-    "guard": os.getppid(),
+    "agent": os.getppid(),
     "launcher": psutil.Process(os.getppid()).ppid(),
     "environment": dict(os.environ),
     "arguments": arguments,

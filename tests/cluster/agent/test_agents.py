@@ -1,4 +1,4 @@
-"""Guards and hub, with stand-in ranks on this host: whoever goes first is named, and nothing is left."""
+"""Agents and coordinator, with stand-in ranks on this host: the first failure is named, nothing is left."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.agent.guarded import TIMEOUT, Start, start
+from tests.cluster.agent.agents import TIMEOUT, Start, start
 from tests.processes import is_running
 
 __all__ = ["start"]
 
-# A parent of guards that is no launcher: it waits.
+# A parent of agents that is no launcher: it waits.
 PARENT = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"
 
 
@@ -48,15 +48,15 @@ def test_the_jobs_arguments_come_from_the_hub_however_long_they_are(tmp_path: Pa
     job = (str(tmp_path), "1", "0", *odd, *many, "--output_dir", str(tmp_path))
     start = Start(tmp_path, world_size=1, arguments=job)
     try:
-        start.guard(0)
+        start.agent(0)
         (rank,) = start.ranks()
         *given, option, stamp = rank["arguments"]
         assert given == ["--local_rank=0", *job]
-        # The launch may be on another system than rank 0, whose guard has looked for the file that stops it.
+        # The launch may be on another system than rank 0, whose agent has looked for the file that stops it.
         assert option == "--stop_stamp" and stamp.endswith(f":none:{tmp_path}/STOP")
         assert start.verdict().status == "finished"
     finally:
-        start.hub.close()
+        start.coordinator.close()
     assert start.codes() == [0]
 
 
@@ -65,7 +65,7 @@ def test_ranks_get_the_rendezvous_that_is_free_where_rank_0_is(start: Start) -> 
     places = [rank["environment"] for rank in start.ranks()]
     assert {place["MASTER_ADDR"] for place in places} == {"127.0.0.1"}
     (port,) = {int(place["MASTER_PORT"]) for place in places}
-    assert (port, start.verdict().status) == (start.hub.master[1], "finished")
+    assert (port, start.verdict().status) == (start.coordinator.master[1], "finished")
     assert port > 1
 
 
@@ -104,7 +104,7 @@ def test_a_rank_that_dies_after_its_last_word_is_told_and_fails_nothing(
     start.all("1000" if status == "stopped" else "3", "0.05", "1:end:signal=SIGABRT")
     if status == "stopped":
         start.ranks()
-        start.hub.stop("SIGTERM")
+        start.coordinator.stop("SIGTERM")
     assert start.verdict().status == status
     assert start.codes() == [code] * 3
     (word,) = [line for line in start.said if "SIGABRT" in line]
@@ -125,18 +125,18 @@ def test_a_refusal_is_no_failure_and_is_said_once(start: Start) -> None:
 def test_every_rank_stops_when_it_is_asked_to_and_leaves_with_its_code(start: Start) -> None:
     start.all("1000", "0.05")
     start.ranks()
-    assert start.hub.stop("SIGUSR1")
+    assert start.coordinator.stop("SIGUSR1")
     verdict = start.verdict()
     assert (verdict.status, verdict.message) == ("stopped", "SIGUSR1")
     assert start.codes() == [3, 3, 3]
 
 
-def test_a_signal_to_a_guard_is_its_ranks(start: Start) -> None:
+def test_a_signal_to_an_agent_is_its_ranks(start: Start) -> None:
     """What a launcher or a batch system tells its child processes arrives in the rank."""
     start.all("1000", "0.05")
     start.ranks()
-    for guard in start.guards:
-        guard.send_signal(signal.SIGTERM)
+    for agent in start.agents:
+        agent.send_signal(signal.SIGTERM)
     assert start.verdict().status == "stopped"
     assert start.codes() == [3, 3, 3]
 
@@ -156,33 +156,33 @@ def test_a_hung_step_shows_the_stacks_of_all_ranks(tmp_path: Path) -> None:
     assert not any(code == 0 for code in start.codes())
 
 
-@pytest.mark.parametrize("victim", ["guard", "hub", "parent"])
+@pytest.mark.parametrize("victim", ["agent", "coordinator", "parent"])
 def test_ranks_end_with_what_owns_them(start: Start, victim: str) -> None:
-    start.guard(0, "1000", "0.05")
-    start.guard(1, "1000", "0.05", before=(sys.executable, "-c", PARENT))
-    start.guard(2, "1000", "0.05")
+    start.agent(0, "1000", "0.05")
+    start.agent(1, "1000", "0.05", before=(sys.executable, "-c", PARENT))
+    start.agent(2, "1000", "0.05")
     ranks = start.ranks()
-    if victim == "hub":
-        start.hub.close()
+    if victim == "coordinator":
+        start.coordinator.close()
     else:
-        os.kill(ranks[1]["guard"] if victim == "guard" else start.guards[1].pid, signal.SIGKILL)
+        os.kill(ranks[1]["agent"] if victim == "agent" else start.agents[1].pid, signal.SIGKILL)
         verdict = start.verdict()
-        expected = "contact with its guard" if victim == "guard" else "the launcher that started it is gone"
+        expected = "contact with its agent" if victim == "agent" else "the launcher that started it is gone"
         assert (verdict.status, verdict.rank) == ("failed", 1) and expected in verdict.message
     assert not any(code == 0 for code in start.codes())
     deadline = time.monotonic() + TIMEOUT
-    while any(is_running(pid) for rank in ranks for pid in (rank["pid"], rank["guard"])):
+    while any(is_running(pid) for rank in ranks for pid in (rank["pid"], rank["agent"])):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
 @pytest.mark.slow
-def test_a_guard_that_falls_silent_is_lost(start: Start) -> None:
+def test_an_agent_that_falls_silent_is_lost(start: Start) -> None:
     """As when a cable is cut: its connection stands, and nothing comes, its log neither."""
     start.all("1000", "0.05")
     ranks = start.ranks()
     start.until(lambda: list(start.folder.glob("logs/*/rank_00002.log")))
-    os.kill(ranks[2]["guard"], signal.SIGSTOP)
+    os.kill(ranks[2]["agent"], signal.SIGSTOP)
     (log,) = start.folder.glob("logs/*/rank_00002.log")
     log.unlink()
     verdict = start.verdict()
@@ -191,20 +191,20 @@ def test_a_guard_that_falls_silent_is_lost(start: Start) -> None:
     )
     assert f"{missing} there." in start.said
     assert (verdict.status, verdict.rank) == ("failed", 2) and "nothing was heard" in verdict.message
-    assert start.guards[0].wait(5) != 0 and start.guards[1].wait(5) != 0
-    os.kill(ranks[2]["guard"], signal.SIGCONT)
-    assert start.guards[2].wait(10) != 0
+    assert start.agents[0].wait(5) != 0 and start.agents[1].wait(5) != 0
+    os.kill(ranks[2]["agent"], signal.SIGCONT)
+    assert start.agents[2].wait(10) != 0
     assert not any(is_running(rank["pid"]) for rank in ranks)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_stop_before_ranks_have_begun_is_no_failure(start: Start, number: signal.Signals) -> None:
-    """Two guards wait for the third; whatever the order, there is nothing to save."""
-    start.guard(1, "1000", "0.05")
-    start.guard(2, "1000", "0.05")
-    start.until(lambda: len(start.hub.roster.states) == 2)
-    assert start.hub.stop(number.name)
-    start.guard(0, "1000", "0.05")
+    """Two agents wait for the third; whatever the order, there is nothing to save."""
+    start.agent(1, "1000", "0.05")
+    start.agent(2, "1000", "0.05")
+    start.until(lambda: len(start.coordinator.table.states) == 2)
+    assert start.coordinator.stop(number.name)
+    start.agent(0, "1000", "0.05")
     verdict = start.verdict()
     assert (verdict.status, verdict.step, verdict.outcome(1).exit_code) == ("stopped", 0, 3)
     assert verdict.message == f"{number.name} before the first step"
@@ -213,10 +213,10 @@ def test_a_stop_before_ranks_have_begun_is_no_failure(start: Start, number: sign
 
 
 @pytest.mark.slow
-def test_without_a_launch_rank_0_has_the_hub(start: Start) -> None:
-    start.hub.close()
+def test_without_a_launch_rank_0_has_the_coordinator(start: Start) -> None:
+    start.coordinator.close()
     for rank in range(3):
-        start.guard(rank, "1000", "0.05", "2:9:signal=SIGKILL", address="", port=0, key_file="", hosts=())
-    assert not any(guard.wait(30) == 0 for guard in start.guards)
+        start.agent(rank, "1000", "0.05", "2:9:signal=SIGKILL", address="", port=0, key_file="", hosts=())
+    assert not any(agent.wait(30) == 0 for agent in start.agents)
     assert "rank 2 on" in (start.folder / "console0").read_text()
     assert json.loads((start.folder / "outcome.json").read_text())["rank"] == 2

@@ -1,4 +1,4 @@
-"""Strangers at the hub's door, and a false hub before a guard: real sockets, on this host."""
+"""Connections without the key, to the coordinator and to an agent: real sockets, on this host."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cluster.agent import door
-from pipeline.cluster.agent import hub as hub_module
-from pipeline.cluster.agent.contact import Contact
+from pipeline.cluster.agent import coordinator as coordinator_module
+from pipeline.cluster.agent import handshake_listener
+from pipeline.cluster.agent.coordinator import Coordinator
+from pipeline.cluster.agent.coordinator_client import CoordinatorClient
+from pipeline.cluster.agent.coordinator_settings import CoordinatorSettings, Limits
 from pipeline.cluster.agent.credential import (
     forget_key,
     introduce,
@@ -28,11 +30,9 @@ from pipeline.cluster.agent.credential import (
     proof,
     read_key,
 )
-from pipeline.cluster.agent.hub import Hub
-from pipeline.cluster.agent.hub_settings import HubSettings, Limits
+from pipeline.cluster.agent.launch_spec import LaunchSpec
 from pipeline.cluster.agent.messages import ORDERS, is_order, is_report
-from pipeline.cluster.agent.peers import comes_from_another_user, is_inside, leads_to_another_user
-from pipeline.cluster.agent.ticket import Ticket
+from pipeline.cluster.agent.socket_owner import comes_from_another_user, is_inside, leads_to_another_user
 from pipeline.cluster.rank_environment import RankEnvironment
 
 KEY = "the key"
@@ -41,8 +41,8 @@ PLACE = RankEnvironment(1, 2, 1, 2, "127.0.0.1", 29500)
 
 
 @pytest.fixture
-def hub() -> Iterator[Hub]:
-    made = Hub(HubSettings(2, KEY, TIMEOUT, None), lambda _: None)
+def coordinator() -> Iterator[Coordinator]:
+    made = Coordinator(CoordinatorSettings(2, KEY, TIMEOUT, None), lambda _: None)
     yield made
     made.close()
 
@@ -52,15 +52,15 @@ def hello(**changes: object) -> bytes:
     return json.dumps(values).encode() + b"\n"
 
 
-def until(hub: Hub, condition: Callable[[], bool], seconds: float = 5.0) -> None:
+def until(coordinator: Coordinator, condition: Callable[[], bool], seconds: float = 5.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
-        hub.poll(0.02)
+        coordinator.poll(0.02)
 
 
-def connect(hub: Hub) -> socket.socket:
-    stream = socket.create_connection(("127.0.0.1", hub.port), timeout=5)
+def connect(coordinator: Coordinator) -> socket.socket:
+    stream = socket.create_connection(("127.0.0.1", coordinator.port), timeout=5)
     stream.settimeout(0.0)
     return stream
 
@@ -74,30 +74,33 @@ def is_let_go(stream: socket.socket) -> bool:
         return True
 
 
-def test_a_crowd_that_says_nothing_keeps_no_rank_out(hub: Hub) -> None:
+def test_a_crowd_that_says_nothing_keeps_no_rank_out(coordinator: Coordinator) -> None:
     with contextlib.ExitStack() as stack:
         crowd = [
-            stack.enter_context(contextlib.closing(connect(hub))) for _ in range(3 * door.MORE_STRANGERS)
+            stack.enter_context(contextlib.closing(connect(coordinator)))
+            for _ in range(3 * handshake_listener.MORE_STRANGERS)
         ]
-        until(hub, lambda: len(hub._door) == door.MORE_STRANGERS + 2)
-        guard = stack.enter_context(contextlib.closing(connect(hub)))
-        guard.sendall(hello())
-        until(hub, lambda: 1 in hub.roster.states)
-        assert sum(is_let_go(each) for each in crowd) >= 2 * door.MORE_STRANGERS - 2
-        assert hub.roster.failures == [] and not is_let_go(guard)
+        until(coordinator, lambda: len(coordinator._listener) == handshake_listener.MORE_STRANGERS + 2)
+        agent = stack.enter_context(contextlib.closing(connect(coordinator)))
+        agent.sendall(hello())
+        until(coordinator, lambda: 1 in coordinator.table.states)
+        assert sum(is_let_go(each) for each in crowd) >= 2 * handshake_listener.MORE_STRANGERS - 2
+        assert coordinator.table.failures == [] and not is_let_go(agent)
 
 
-def test_a_client_that_is_stuck_is_parted_with(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "STRANGER_SECONDS", 0.3)
-    with contextlib.closing(connect(hub)) as stuck:
+def test_a_client_that_is_stuck_is_parted_with(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handshake_listener, "STRANGER_SECONDS", 0.3)
+    with contextlib.closing(connect(coordinator)) as stuck:
         stuck.sendall(hello()[:20])
-        until(hub, lambda: len(hub._door) == 1)
-        until(hub, lambda: is_let_go(stuck))
-    assert len(hub._door) == 0 and hub.roster.states == {}
+        until(coordinator, lambda: len(coordinator._listener) == 1)
+        until(coordinator, lambda: is_let_go(stuck))
+    assert len(coordinator._listener) == 0 and coordinator.table.states == {}
 
 
-def test_a_first_message_without_an_end_is_not_kept(hub: Hub) -> None:
-    with contextlib.closing(connect(hub)) as stranger:
+def test_a_first_message_without_an_end_is_not_kept(coordinator: Coordinator) -> None:
+    with contextlib.closing(connect(coordinator)) as stranger:
         stranger.setblocking(True)
 
         def speak() -> None:
@@ -107,29 +110,29 @@ def test_a_first_message_without_an_end_is_not_kept(hub: Hub) -> None:
 
         thread = threading.Thread(target=speak, daemon=True)
         thread.start()
-        until(hub, lambda: not thread.is_alive(), 10)
-    assert len(hub._door) == 0
+        until(coordinator, lambda: not thread.is_alive(), 10)
+    assert len(coordinator._listener) == 0
 
 
-def test_what_was_said_once_proves_nothing_again(hub: Hub) -> None:
+def test_what_was_said_once_proves_nothing_again(coordinator: Coordinator) -> None:
     words = hello()
-    with contextlib.closing(connect(hub)) as guard, contextlib.closing(connect(hub)) as echo:
-        guard.sendall(words)
-        until(hub, lambda: 1 in hub.roster.states)
+    with contextlib.closing(connect(coordinator)) as agent, contextlib.closing(connect(coordinator)) as echo:
+        agent.sendall(words)
+        until(coordinator, lambda: 1 in coordinator.table.states)
         echo.sendall(words)
-        until(hub, lambda: is_let_go(echo))
-        assert hub.roster.failures == [] and not is_let_go(guard)
+        until(coordinator, lambda: is_let_go(echo))
+        assert coordinator.table.failures == [] and not is_let_go(agent)
 
 
-def test_another_world_is_a_wrong_job_on_both_sides(hub: Hub) -> None:
+def test_another_world_is_a_wrong_job_on_both_sides(coordinator: Coordinator) -> None:
     """Hosts that are started one by one may have been given different hostfiles."""
-    with contextlib.closing(connect(hub)) as guard:
-        guard.sendall(hello(world_size=3, host="h2"))
-        until(hub, lambda: hub.verdict is not None)
-        guard.setblocking(True)
-        answers = [json.loads(line) for line in guard.recv(2**16).splitlines()]
-    assert hub.verdict.outcome(1).exit_code == 2
-    assert "h2 was started for 3 ranks, and rank 0 for 2" in hub.verdict.message
+    with contextlib.closing(connect(coordinator)) as agent:
+        agent.sendall(hello(world_size=3, host="h2"))
+        until(coordinator, lambda: coordinator.verdict is not None)
+        agent.setblocking(True)
+        answers = [json.loads(line) for line in agent.recv(2**16).splitlines()]
+    assert coordinator.verdict.outcome(1).exit_code == 2
+    assert "h2 was started for 3 ranks, and rank 0 for 2" in coordinator.verdict.message
     assert [answer["do"] for answer in answers] == ["accept", "refuse"] and answers[1]["wrong_job"]
 
 
@@ -141,44 +144,44 @@ def test_another_world_is_a_wrong_job_on_both_sides(hub: Hub) -> None:
         {"is": "progress", "phase": "training", "step": "1"},
         {"is": "failure", "kind": "lost", "step": 1, "message": "m", "text": 7},
         {"is": "signal", "signal": "SIGKILL"},
-        {"is": "ended", "code": "0", "by_guard": False, "tail": ""},
+        {"is": "ended", "code": "0", "by_agent": False, "tail": ""},
         {"is": "unheard of"},
         {},
     ],
 )
-def test_a_report_that_makes_no_sense_ends_its_sender_only(hub: Hub, report: dict) -> None:
+def test_a_report_that_makes_no_sense_ends_its_sender_only(coordinator: Coordinator, report: dict) -> None:
     assert not is_report(report)
-    with contextlib.closing(connect(hub)) as guard:
-        guard.sendall(hello() + json.dumps(report).encode() + b"\n")
-        until(hub, lambda: bool(hub.roster.failures))
-    assert "contact with its guard on h is lost" in hub.roster.failures[0].message
+    with contextlib.closing(connect(coordinator)) as agent:
+        agent.sendall(hello() + json.dumps(report).encode() + b"\n")
+        until(coordinator, lambda: bool(coordinator.table.failures))
+    assert "contact with its agent on h is lost" in coordinator.table.failures[0].message
 
 
-def test_only_rank_0_says_where_the_logs_are(hub: Hub, tmp_path: Path) -> None:
-    with contextlib.closing(connect(hub)) as guard:
-        guard.sendall(hello() + json.dumps({"is": "folder", "path": str(tmp_path)}).encode() + b"\n")
-        guard.sendall(b'{"is": "saved", "step": 7}\n{"is": "progress", "phase": "training", "step": 3}\n')
-        until(hub, lambda: hub.roster.step == 3)
-        assert hub._logs is None and hub.roster.saved is None
+def test_only_rank_0_says_where_the_logs_are(coordinator: Coordinator, tmp_path: Path) -> None:
+    with contextlib.closing(connect(coordinator)) as agent:
+        agent.sendall(hello() + json.dumps({"is": "folder", "path": str(tmp_path)}).encode() + b"\n")
+        agent.sendall(b'{"is": "saved", "step": 7}\n{"is": "progress", "phase": "training", "step": 3}\n')
+        until(coordinator, lambda: coordinator.table.step == 3)
+        assert coordinator._logs is None and coordinator.table.saved is None
 
 
 def test_logs_of_very_many_ranks_do_not_cut_rank_0_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "MAX_UNSENT", 4 * 2**20)
-    hub = Hub(HubSettings(2, KEY, TIMEOUT, None), lambda _: None)
+    monkeypatch.setattr(coordinator_module, "MAX_UNSENT", 4 * 2**20)
+    coordinator = Coordinator(CoordinatorSettings(2, KEY, TIMEOUT, None), lambda _: None)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.closing(hub))
-        first = stack.enter_context(contextlib.closing(connect(hub)))  # reads nothing
-        other = stack.enter_context(contextlib.closing(connect(hub)))
+        stack.enter_context(contextlib.closing(coordinator))
+        first = stack.enter_context(contextlib.closing(connect(coordinator)))  # reads nothing
+        other = stack.enter_context(contextlib.closing(connect(coordinator)))
         for stream, rank in ((first, 0), (other, 1)):
             stream.sendall(hello(rank=rank, port=1))
-            until(hub, lambda rank=rank: rank in hub.roster.states)
+            until(coordinator, lambda rank=rank: rank in coordinator.table.states)
         other.setblocking(True)
         log = json.dumps({"is": "log", "text": "x" * 2**20}).encode() + b"\n"
         thread = threading.Thread(target=lambda: other.sendall(20 * log), daemon=True)
         thread.start()
-        until(hub, lambda: not thread.is_alive(), 20)
-        assert hub.roster.failures == []
-        assert hub._guards[0].unsent < 4 * 2**20
+        until(coordinator, lambda: not thread.is_alive(), 20)
+        assert coordinator.table.failures == []
+        assert coordinator._agents[0].unsent < 4 * 2**20
 
 
 @pytest.mark.parametrize(
@@ -193,8 +196,8 @@ def test_logs_of_very_many_ranks_do_not_cut_rank_0_off(monkeypatch: pytest.Monke
 def test_a_false_hub_is_not_obeyed(answer: bytes) -> None:
     """As when the launch has died, and another user of its host listens at its port."""
     with socket.create_server(("127.0.0.1", 0)) as false:
-        ticket = Ticket(hosts=(("h", 2),), address="127.0.0.1", port=false.getsockname()[1])
-        contact = Contact(ticket, KEY, PLACE, {"rank": 1}, Limits.of(TIMEOUT))
+        spec = LaunchSpec(hosts=(("h", 2),), address="127.0.0.1", port=false.getsockname()[1])
+        contact = CoordinatorClient(spec, KEY, PLACE, {"rank": 1}, Limits.of(TIMEOUT))
         stream, _ = false.accept()
         with stream:
             assert KEY.encode() not in stream.recv(2**16)
@@ -208,8 +211,8 @@ def test_a_false_hub_is_not_obeyed(answer: bytes) -> None:
 
 def test_what_waits_for_a_hub_does_not_grow() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        ticket = Ticket(hosts=(("h", 2),), address="127.0.0.1", port=silent.getsockname()[1])
-        contact = Contact(ticket, KEY, PLACE, {"rank": 1}, Limits.of(TIMEOUT))
+        spec = LaunchSpec(hosts=(("h", 2),), address="127.0.0.1", port=silent.getsockname()[1])
+        contact = CoordinatorClient(spec, KEY, PLACE, {"rank": 1}, Limits.of(TIMEOUT))
         contact.send(step=1, **{"is": "saved"})
         for step in range(100):
             contact.send(phase="training", step=step, **{"is": "progress"})
@@ -220,16 +223,16 @@ def test_what_waits_for_a_hub_does_not_grow() -> None:
 
 def test_proofs() -> None:
     """The digest is that of RFC 2104 with SHA-256, computed with OpenSSL."""
-    key, words = "key", "guard nonce"
+    key, words = "key", "agent nonce"
     made = subprocess.run(
         ["openssl", "dgst", "-sha256", "-hmac", key], input=words, capture_output=True, text=True, check=True
     )
     expected = made.stdout.split()[-1]
-    assert proof(key, "guard", "nonce") == expected
-    assert is_proven({"proof": expected}, key, "guard", "nonce")
-    assert not is_proven({"proof": expected}, key, "hub", "nonce")
-    assert not is_proven({"proof": expected}, "yek", "guard", "nonce")
-    assert not is_proven({"proof": expected + "é"}, key, "guard", "nonce")
+    assert proof(key, "agent", "nonce") == expected
+    assert is_proven({"proof": expected}, key, "agent", "nonce")
+    assert not is_proven({"proof": expected}, key, "coordinator", "nonce")
+    assert not is_proven({"proof": expected}, "yek", "agent", "nonce")
+    assert not is_proven({"proof": expected + "é"}, key, "agent", "nonce")
     assert len({new_key() for _ in range(100)}) == 100
 
 
@@ -281,28 +284,32 @@ def test_the_other_end_of_a_connection_inside_this_machine() -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_without_a_key_another_user_of_the_machine_is_turned_away(address: str) -> None:
-    hub = Hub(HubSettings(2, KEY, TIMEOUT, None, key_is_public=True), lambda _: None, everywhere=True)
+    coordinator = Coordinator(
+        CoordinatorSettings(2, KEY, TIMEOUT, None, key_is_public=True), lambda _: None, everywhere=True
+    )
     with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.closing(hub))
+        stack.enter_context(contextlib.closing(coordinator))
         os.seteuid(65534)  # a socket belongs to who makes it
         try:
-            stranger = stack.enter_context(socket.create_connection((address, hub.port)))
+            stranger = stack.enter_context(socket.create_connection((address, coordinator.port)))
         finally:
             os.seteuid(0)
         stranger.settimeout(0.0)
         with contextlib.suppress(OSError):
             stranger.sendall(hello())
-        until(hub, lambda: is_let_go(stranger))
-        assert hub.roster.states == {}
-        guard = stack.enter_context(socket.create_connection((address, hub.port)))
-        guard.sendall(hello())
-        until(hub, lambda: 1 in hub.roster.states)
+        until(coordinator, lambda: is_let_go(stranger))
+        assert coordinator.table.states == {}
+        agent = stack.enter_context(socket.create_connection((address, coordinator.port)))
+        agent.sendall(hello())
+        until(coordinator, lambda: 1 in coordinator.table.states)
 
 
 def test_orders_and_reports_that_are_in_use_make_sense() -> None:
     """The tables know every kind that the code sends."""
-    source = Path(door.__file__).parent
-    hub_says = (source / "hub.py").read_text() + (source / "door.py").read_text()
-    kinds = set(re.findall(r'do="(\w+)"', hub_says))
+    source = Path(handshake_listener.__file__).parent
+    coordinator_says = (source / "coordinator.py").read_text() + (
+        source / "handshake_listener.py"
+    ).read_text()
+    kinds = set(re.findall(r'do="(\w+)"', coordinator_says))
     assert "release" in kinds and kinds <= set(ORDERS)
     assert is_order({"do": "beat"}) and not is_order({"do": "dance"})

@@ -11,9 +11,9 @@ import threading
 import time
 from pathlib import Path
 
-from pipeline.cluster.agent.outlet import MAX_LINE, Outlet, PlainLines, Tail
+from pipeline.cluster.agent.nonblocking_writer import MAX_LINE, NonBlockingWriter, PlainLines, Tail
 from pipeline.cluster.agent.rank_output import KEPT_STARTS, RankOutput, forget_old_starts
-from tests.cluster.agent.guarded import Start
+from tests.cluster.agent.agents import Start
 
 
 def test_nothing_is_kept_twice_where_hosts_share_a_folder(tmp_path: Path) -> None:
@@ -36,25 +36,25 @@ def test_nothing_is_kept_twice_where_hosts_share_a_folder(tmp_path: Path) -> Non
 def test_logs_stay_where_they_are_when_the_first_host_is_gone(tmp_path: Path) -> None:
     start = Start(tmp_path, world_size=2)
 
-    def guard(rank: int) -> socket.socket:
-        stream = socket.create_connection(("127.0.0.1", start.hub.port))
+    def agent(rank: int) -> socket.socket:
+        stream = socket.create_connection(("127.0.0.1", start.coordinator.port))
         stream.sendall(start.hello(rank=rank, host_number=rank, host=f"h{rank + 1}"))
         return stream
 
     def say(stream: socket.socket, what: str, **fields: object) -> None:
         stream.sendall(json.dumps({"is": what, **fields}).encode() + b"\n")
 
-    with guard(0) as first, guard(1) as second, contextlib.closing(start.hub):
-        start.until(lambda: start.hub.world_is_here)
+    with agent(0) as first, agent(1) as second, contextlib.closing(start.coordinator):
+        start.until(lambda: start.coordinator.world_is_here)
         say(first, "folder", path="/run")
         for _ in range(2):
             say(second, "trouble", text="logs cannot be written")
         start.until(lambda: "h2: logs cannot be written" in start.said)
         first.close()
-        start.until(lambda: start.hub.roster.failures)
+        start.until(lambda: start.coordinator.table.failures)
         say(second, "log", text="its last words")
-        say(second, "ended", code=1, by_guard=True, tail="")
-        start.until(lambda: start.hub.verdict is not None)
+        say(second, "ended", code=1, by_agent=True, tail="")
+        start.until(lambda: start.coordinator.verdict is not None)
     assert any(line.startswith("Contact with rank 0 (h1) was lost") for line in start.said)
     assert start.said.count("h2: logs cannot be written") == 1
     assert (
@@ -84,7 +84,7 @@ def test_a_log_that_cannot_be_written_is_said_once_and_goes_on_when_it_can(tmp_p
     assert "Is a directory" in first.new_trouble()
 
 
-def test_a_rank_that_never_pauses_leaves_its_guard_time() -> None:
+def test_a_rank_that_never_pauses_leaves_its_agent_time() -> None:
     output, turns = RankOutput(1), []
     stdout, stderr = output.open()
     with subprocess.Popen(["sh", "-c", "exec yes >&2"], stdout=stdout, stderr=stderr) as flood:
@@ -134,11 +134,11 @@ def test_the_last_bytes_of_a_stream() -> None:
 
 def test_an_outlet_that_nobody_reads_holds_nobody_up(tmp_path: Path) -> None:
     reader, writer = os.pipe()
-    outlet = Outlet(writer)
+    writer = NonBlockingWriter(writer)
     began = time.monotonic()
     for _ in range(100):
-        outlet.write(b"x" * 10**5)
-    outlet.close(0.1)
+        writer.write(b"x" * 10**5)
+    writer.close(0.1)
     assert time.monotonic() - began < 2
     os.close(reader)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from pipeline.cluster.agent.roster import Phase, RankState
+from pipeline.cluster.agent.rank_table import Phase, RankState
 from pipeline.cluster.agent.start_phases import _WORDS, StartPhases
 
 

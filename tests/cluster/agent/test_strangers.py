@@ -1,4 +1,4 @@
-"""Who is none of a start's guards: another job's, another world's, a stranger. It learns and ends nothing."""
+"""Who is none of a start's agents: another job's, another world's, a stranger. It learns and ends nothing."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import time
 
 import pytest
 
-from pipeline.cluster.agent.wire import Connection
-from tests.cluster.agent.guarded import Start, start
+from pipeline.cluster.agent.connection import Connection
+from tests.cluster.agent.agents import Start, start
 
 __all__ = ["start"]
 
 
-def test_another_jobs_guard_is_turned_away(start: Start) -> None:
+def test_another_jobs_agent_is_turned_away(start: Start) -> None:
     start.write_key("another")
-    start.guard(0, "5", "0.01")
-    start.until(lambda: start.guards[0].poll() is not None)
-    assert start.guards[0].returncode == 1
-    assert start.hub.roster.states == {}
+    start.agent(0, "5", "0.01")
+    start.until(lambda: start.agents[0].poll() is not None)
+    assert start.agents[0].returncode == 1
+    assert start.coordinator.table.states == {}
     assert not (start.folder / "ranks").exists()
 
 
@@ -34,7 +34,7 @@ def test_another_jobs_guard_is_turned_away(start: Start) -> None:
 )
 def test_a_world_other_than_the_checked_one_is_refused(start: Start, change: dict, said: str) -> None:
     """The launch hears of it, too: launchers lose exit codes."""
-    start.guard(0, "5", "0.01", **change)
+    start.agent(0, "5", "0.01", **change)
     verdict = start.verdict()
     assert (verdict.status, verdict.outcome(1).exit_code) == ("wrong_job", 2)
     assert said in verdict.message and sum(said in line for line in start.said) == 1
@@ -61,7 +61,7 @@ def test_a_world_other_than_the_checked_one_is_refused(start: Start, change: dic
 def test_a_stranger_learns_nothing_and_ends_nothing(start: Start, words: bytes | dict) -> None:
     if isinstance(words, dict):
         words = start.hello(**words) + b'{"is": "signal", "signal": "SIGTERM"}\n'
-    with socket.create_connection(("127.0.0.1", start.hub.port)) as stranger:
+    with socket.create_connection(("127.0.0.1", start.coordinator.port)) as stranger:
         stranger.sendall(words)
         stranger.settimeout(0.0)
         answer = b""
@@ -79,7 +79,11 @@ def test_a_stranger_learns_nothing_and_ends_nothing(start: Start, words: bytes |
 
         start.until(is_let_go)
     assert not answer or json.loads(answer.splitlines()[-1])["do"] == "refuse"
-    assert (start.hub.roster.states, start.hub.roster.failures, start.hub.verdict) == ({}, [], None)
+    assert (start.coordinator.table.states, start.coordinator.table.failures, start.coordinator.verdict) == (
+        {},
+        [],
+        None,
+    )
 
 
 def test_a_stranger_who_never_pauses_holds_nobody_up() -> None:
@@ -103,12 +107,12 @@ def test_a_stranger_who_never_pauses_holds_nobody_up() -> None:
 
 def test_without_a_launch_hosts_of_two_worlds_are_a_wrong_job(start: Start) -> None:
     """As when each host is started by hand (--no_ssh), and one was given another hostfile."""
-    start.hub.close()
+    start.coordinator.close()
     direct = {"address": "", "port": 0, "key_file": "", "hosts": ()}
     for rank, size in ((0, 2), (1, 3)):
         here = {"WORLD_SIZE": size, "LOCAL_RANK": 0, "LOCAL_SIZE": 1, "MASTER_ADDR": socket.gethostname()}
-        start.guard(rank, "2000", "0.05", elsewhere=here, **direct)
-    assert [guard.wait(90) for guard in start.guards] == [2, 2]
+        start.agent(rank, "2000", "0.05", elsewhere=here, **direct)
+    assert [agent.wait(90) for agent in start.agents] == [2, 2]
     said = (
         f"error: {socket.gethostname()} was started for 3 ranks, and rank 0 for 2; give every host the same"
     )

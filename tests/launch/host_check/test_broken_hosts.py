@@ -22,7 +22,7 @@ HARD_TO_PASS = ["", "a b", "it's", "$HOME", "`id`", "x;true", "%n", '{"a": 1}']
 
 
 class Job:
-    """Stand-in ranks that do not wait for each other, so that nothing but their guards ends them."""
+    """Stand-in ranks that do not wait for each other, so that nothing but their agents ends them."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ def test_options_variables_places_and_logs(pair: Hosts) -> None:
     assert "hidden" not in job.process.stdout + job.process.stderr
     assert "[INFO]" not in job.process.stdout + job.process.stderr  # the launchers of other hosts are quiet
     assert f"rendezvous at {pair.address('h1')}:{places[0]['MASTER_PORT']}" in job.process.stderr
-    # The start's key was there for the guards only.
+    # The start's key was there for the agents only.
     for name in WORKERS:
         assert key_files(pair, name) <= before
     logs = sorted(path.name for path in job.folder.glob("logs/*/*.log"))
@@ -167,7 +167,7 @@ def test_a_launcher_is_killed(pair: Hosts, host: str, who: list[str], told: str)
 def test_a_notice_to_the_ranks_of_one_host_ends_all_of_them_well(pair: Hosts) -> None:
     job = Job(pair, pair.write_hostfile(1))
     job.ranks()
-    pair.run("h2", ["pkill", "-USR1", "-f", "stand_in.py.*--ticket"], timeout=5)
+    pair.run("h2", ["pkill", "-USR1", "-f", "stand_in.py.*--launch_spec"], timeout=5)
     assert job.ends() == 3
     assert "SIGUSR1 on h2: every rank saves and ends" in job.process.stderr
 
@@ -195,7 +195,7 @@ def test_a_host_is_gone(make_hosts, what: str) -> None:
     if what != "login host":
         assert job.process.wait(25) == 1
         told = (
-            "contact with its guard on h2 is lost" if what == "crash" else "nothing was heard from h2 for 5 s"
+            "contact with its agent on h2 is lost" if what == "crash" else "nothing was heard from h2 for 5 s"
         )
         assert told in job.process.stderr
         assert json.loads((job.folder / "outcome.json").read_text())["rank"] == 1
