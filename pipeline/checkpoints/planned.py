@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from deepspeed.checkpoint.ds_to_universal import dp_index_to_str
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
-from deepspeed.runtime.pipe.module import PipelineModule
 
 from pipeline.checkpoints.folder import TrainState
 from pipeline.checkpoints.torch_file import PickledObject, SnapshotMemory
 from pipeline.checkpoints.written import WrittenFile, copy_file, sync_existing, write_bytes
+from pipeline.engine.deepspeed_patches import saving_into
 from pipeline.engine.engine import TrainEngine
 
 STATE_KEY = "train_state"
@@ -107,35 +107,14 @@ def plan_shards(
     """
     deepspeed, collector = engine.deepspeed, _Collector(partial)
     planned = PlannedFiles(torch_files=collector.files)
-    with (
-        _replaced(deepspeed, "checkpoint_engine", collector),
-        _writing_weights(deepspeed, writes_weights),
-        _zero_3_whole_shards(deepspeed),
-    ):
+    with saving_into(deepspeed, collector, writes_weights), _zero_3_whole_shards(deepspeed):
         deepspeed._save_checkpoint(str(partial.parent), partial.name, client_state={STATE_KEY: asdict(state)})
         if deepspeed.save_zero_checkpoint:
-            with _replaced(deepspeed, "_copy_recovery_script", lambda folder: None):
-                deepspeed._save_zero_checkpoint(str(partial.parent), partial.name)
+            deepspeed._save_zero_checkpoint(str(partial.parent), partial.name)
         if deepspeed.zero_nvme_offload_optimizer():
             planned.copies = _swapped_state(engine)
     planned.torch_files[random_state_file(engine.parallel.rank)] = PickledObject(random_state())
     return planned
-
-
-@contextlib.contextmanager
-def _writing_weights(deepspeed: Any, writes: bool | None) -> Iterator[None]:
-    """Inside, this rank writes its weights or does not, whatever replica it is; None: as DeepSpeed has it."""
-    partitioned = deepspeed.zero_optimization_partition_weights()  # each rank has its own then
-    if writes is None or partitioned:
-        yield
-        return
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_replaced(deepspeed, "save_non_zero_checkpoint", writes))
-        if isinstance(deepspeed.module, PipelineModule):
-            stack.enter_context(_replaced(deepspeed.module._grid, "data_parallel_id", 0 if writes else 1))
-            # Replicas that share the layers out would leave a part of them on every host.
-            stack.enter_context(_replaced(deepspeed.module, "checkpoint_parallel_write_pipeline", False))
-        yield
 
 
 @contextlib.contextmanager
@@ -150,20 +129,6 @@ def _zero_3_whole_shards(deepspeed: Any) -> Iterator[None]:
         yield
     finally:
         optimizer.checkpoint_event_epilogue()
-
-
-@contextlib.contextmanager
-def _replaced(target: Any, name: str, value: Any) -> Iterator[None]:
-    """An attribute has another value inside."""
-    own, former = name in vars(target), getattr(target, name)
-    setattr(target, name, value)
-    try:
-        yield
-    finally:
-        if own:
-            setattr(target, name, former)
-        else:
-            delattr(target, name)
 
 
 def _swapped_state(engine: TrainEngine) -> dict[str, Path]:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import secrets
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-from deepspeed.runtime.pipe.module import PipelineModule
 
 from pipeline.base.problems import JobError, Problem
 from pipeline.checkpoints.distribution import complete_hosts
@@ -28,8 +25,9 @@ from pipeline.checkpoints.saver import Saver
 from pipeline.checkpoints.select import lineage_after, named_by_latest
 from pipeline.checkpoints.shards import reads_own_shards
 from pipeline.checkpoints.stored import StoredState
-from pipeline.checkpoints.unpickling import restricted_loading
+from pipeline.checkpoints.unpickling import load_torch_file
 from pipeline.engine.agreement import gather_objects, gather_rows
+from pipeline.engine.deepspeed_patches import loading_own_files, loading_with
 from pipeline.engine.engine import TrainEngine
 from pipeline.job.job import Job
 from pipeline.job.run_file import CHECKPOINTS
@@ -114,38 +112,12 @@ def _fits(engine: TrainEngine, checkpoint: Checkpoint, stored: StoredState) -> b
     return same and reads_own_shards(engine) and same_shards(engine, stored)
 
 
-@contextlib.contextmanager
-def _own_files_only(deepspeed: Any) -> Iterator[None]:
-    """Inside, DeepSpeed does not ask for the files of other model-parallel ranks. It counts them and uses its
-    own only; on a host with a disk of its own the others are elsewhere."""
-    module = deepspeed.module
-    replaced: list[tuple[Any, str, Any]] = [
-        (
-            deepspeed,
-            "_get_all_ckpt_names",
-            lambda folder, tag: [deepspeed._get_ckpt_name(folder, tag)] * deepspeed.mp_world_size,
-        )
-    ]
-    if isinstance(module, PipelineModule):
-        slices = module._grid.get_slice_parallel_world_size()
-        own_layer = module.ckpt_layer_path
-        replaced.append(
-            (module, "ckpt_layer_path_list", lambda folder, layer: [own_layer(folder, layer)] * slices)
-        )
-    for target, name, function in replaced:
-        setattr(target, name, function)
-    try:
-        yield
-    finally:
-        for target, name, _ in replaced:
-            delattr(target, name)
-
-
 def _load_own_shards(engine: TrainEngine, checkpoint: Checkpoint) -> None:
     configured = loss_scaler_of(engine)
+    load = functools.partial(load_torch_file, allowed=engine.job.options.allow_pickle)
     with (
-        restricted_loading(engine.deepspeed, engine.job.options.allow_pickle),
-        contextlib.nullcontext() if checkpoint.shared else _own_files_only(engine.deepspeed),
+        loading_with(engine.deepspeed, load),
+        contextlib.nullcontext() if checkpoint.shared else loading_own_files(engine.deepspeed),
     ):
         loaded, client_state = engine.deepspeed.load_checkpoint(
             str(checkpoint.folder), tag=checkpoint.tag, load_lr_scheduler_states=False

@@ -9,12 +9,10 @@ and `sys`.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import importlib
 import pickle
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,17 +85,6 @@ def foreign_problem(path: Path, names: Sequence[str]) -> Problem:
     rule = f"would call {listed} when it is read, which no checkpoint of this pipeline holds"
     remedy = f"If you know why it does, and trust it: --allow_pickle {' '.join(names)}"
     return Problem("resume", str(path), rule, remedy)
-
-
-@contextlib.contextmanager
-def restricted_loading(deepspeed: Any, allowed: Collection[str] = ()) -> Iterator[None]:
-    """Inside, a DeepSpeed engine reads its files by `load_torch_file`."""
-    reader = deepspeed.checkpoint_engine
-    reader.load = functools.partial(load_torch_file, allowed=allowed)
-    try:
-        yield
-    finally:
-        del reader.load
 
 
 def _imported(name: str) -> tuple[Callable[..., Any], str]:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from torch import nn
 
+from pipeline.engine.deepspeed_patches import GivenDualPipeVStages, GivenStages, skip_recovery_script
 from pipeline.engine.engine import PipelinedEngine, SequentialEngine, TrainEngine
 from pipeline.engine.loss import token_loss
 from pipeline.engine.optimizer import build_optimizer
 from pipeline.job.job import Job
-from pipeline.model.gpt import SequentialGPT, plan_layers
-from pipeline.model.pipelined import build_pipelined
+from pipeline.model.gpt import TIED_KEY, LayerPlan, SequentialGPT, plan_layers
 from pipeline.parallel.context import Parallel
 from pipeline.parallel.documents import DocumentBoard
 from pipeline.parallel.dropout import DropoutClock
@@ -24,6 +26,16 @@ from pipeline.parallel.parameters import ParameterFactory, Source, mark_counted_
 
 def build_engine(job: Job, parallel: Parallel, weights: Source | None = None) -> TrainEngine:
     """Build this rank's part of the model and hand it to DeepSpeed. Collective.
+
+    The order in which parallelism is applied:
+
+    1. tensor: the factory cuts each parameter as it is made, so that no rank keeps more than its slice.
+    2. sequence, activation checkpointing: the layers themselves exchange and recompute; they are planned here
+       and not built, because
+    3. pipeline: a stage builds the layers it holds and no others.
+    4. ZeRO 3: partitions each parameter as soon as its layer is built, before there is a whole model.
+    5. The optimizer: over what is left on this rank, since DeepSpeed replaces its parameters by shards.
+    6. data: DeepSpeed wraps both, for ZeRO, 16-bit weights and the reduction of gradients over replicas.
 
     Args:
         weights: Gives the initial weights; None: they are drawn.
@@ -34,15 +46,29 @@ def build_engine(job: Job, parallel: Parallel, weights: Source | None = None) ->
     plans = plan_layers(job.model, factory, clock, job.activation_checkpointing, board)
     topology = _topology(parallel)
     if parallel.mesh.pipeline > 1:
-        loss = token_loss(job.model, parallel)
-        # Tied weights are sent from stage to stage here, which autograd would take for a part of the model.
-        with torch.no_grad():
-            module: nn.Module = build_pipelined(plans, job.stages, job.pipeline_schedule, topology, loss)
-        return PipelinedEngine(job, parallel, _initialize(job, parallel, module, None), clock, board)
+        engine = _initialize(job, parallel, _stages(job, parallel, plans, topology), None)
+        return PipelinedEngine(job, parallel, engine, clock, board)
     grid = PipelineParallelGrid(topology=topology)
     with _partitioned_construction(job, grid):
         module = SequentialGPT(plans)
     return SequentialEngine(job, parallel, _initialize(job, parallel, module, grid), clock, board)
+
+
+def _stages(
+    job: Job, parallel: Parallel, plans: Sequence[LayerPlan], topology: PipeModelDataParallelTopology
+) -> GivenStages:
+    """This rank's stage, or its two chunks of DualPipeV."""
+    kind = GivenDualPipeVStages if job.pipeline_schedule == "dualpipev" else GivenStages
+    layers = [_layer_spec(plan) for plan in plans]
+    # Tied weights are sent from stage to stage here, which autograd would take for a part of the model.
+    with torch.no_grad():
+        return kind(layers, job.stages, topology=topology, loss_fn=token_loss(job.model, parallel))
+
+
+def _layer_spec(plan: LayerPlan) -> LayerSpec:
+    if plan.tied:
+        return TiedLayerSpec(TIED_KEY, plan.module, *plan.arguments, tied_weight_attr="weight")
+    return LayerSpec(plan.module, *plan.arguments)
 
 
 def _topology(parallel: Parallel) -> PipeModelDataParallelTopology:
@@ -76,6 +102,5 @@ def _initialize(job: Job, parallel: Parallel, module: nn.Module, grid: PipelineP
     )
     if job.zero_stage == 0:
         optimizer.state.clear()
-    # The script it puts beside checkpoints merges ZeRO shards only, not pipeline stages or tensor slices.
-    engine._copy_recovery_script = lambda save_path: None
+    skip_recovery_script(engine)
     return engine

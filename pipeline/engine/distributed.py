@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from datetime import timedelta
 from typing import Literal
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 
 from pipeline.base.problems import JobError, Problem
 from pipeline.cluster.world import available_cores
+from pipeline.engine.deepspeed_patches import skip_inference_op
 
 
 def start_distributed(device: Literal["cpu", "cuda"], local_rank: int, timeout: timedelta) -> None:
@@ -30,7 +30,7 @@ def start_distributed(device: Literal["cpu", "cuda"], local_rank: int, timeout: 
         _require_cuda()
         torch.cuda.set_device(local_rank)
     else:
-        _skip_inference_op()
+        skip_inference_op()
     backend = "nccl" if device == "cuda" else "gloo"
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=timeout)
 
@@ -57,15 +57,3 @@ def stop_distributed() -> None:
     """Leave the process group, if one was joined."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _skip_inference_op() -> None:
-    """Keep DeepSpeed from compiling its shared-memory op on CPUs.
-
-    The op serves inference. Its first build takes a minute or two and a compiler, and a process that is
-    killed meanwhile leaves a lock behind on which every later start waits for ever. The backend accepts
-    None.
-    """
-    import deepspeed.comm.torch  # noqa: F401  (the name `deepspeed.comm.torch` is shadowed by `import torch`)
-
-    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]

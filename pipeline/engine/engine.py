@@ -1,4 +1,4 @@
-"""One face over DeepSpeed's two engines. Nothing outside this file and `build.py` knows which one runs."""
+"""One interface to DeepSpeed's engines: one pipeline stage (`DeepSpeedEngine`) or several."""
 
 from __future__ import annotations
 
@@ -11,12 +11,18 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.pipe.schedule import ReduceTiedGrads
 from torch import Tensor, nn
 
 from pipeline.data.loader import MicroBatch
-from pipeline.engine.grad_norm import add_nothing_as_zero, clip_global_norm, sum_norm_once
+from pipeline.engine.deepspeed_patches import (
+    average_tied_gradients_first,
+    clip_fp32_before_update,
+    count_nothing_as_zero,
+    evaluating,
+    sum_norm_once,
+)
 from pipeline.engine.loss import Labels, token_loss, weighted_labels
+from pipeline.engine.optimizer import clip_global_norm
 from pipeline.job.job import Job
 from pipeline.parallel.context import Parallel
 from pipeline.parallel.documents import DocumentBoard
@@ -65,7 +71,7 @@ class TrainEngine(ABC):
         self.eval_batches_at_once = 1
         self._own_norm: Tensor | None = None
         if job.precision.compute == "fp32" and job.zero_stage == 0:
-            self._clip_before_update()
+            clip_fp32_before_update(deepspeed, self._clip)
 
     @property
     def module(self) -> nn.Module:
@@ -146,21 +152,10 @@ class TrainEngine(ABC):
         # ZeRO reports an overflow as -1.
         return value if value >= 0.0 else math.inf
 
-    def _clip_before_update(self) -> None:
-        """Put our norm and clip between DeepSpeed's gradient reduction and its optimizer step.
-
-        DeepSpeed's own clip for this case is replaced: on a pipeline it would count other parameters, and
-        a second clip at the same maximum would shrink the gradients by another 1e-6 / maximum.
-        """
-        update = self.deepspeed._take_model_step
+    def _clip(self) -> None:
+        """Clip the gradients that DeepSpeed has reduced, and keep their norm."""
         group = self.deepspeed.mpu.get_model_parallel_group()
-
-        def clip_and_update(*args: Any, **kwargs: Any) -> None:
-            self._own_norm = clip_global_norm(self.module, group, self.job.gradient_clipping)
-            update(*args, **kwargs)
-
-        self.deepspeed.clip_fp32_gradients = lambda: None
-        self.deepspeed._take_model_step = clip_and_update
+        self._own_norm = clip_global_norm(self.module, group, self.job.gradient_clipping)
 
 
 class SequentialEngine(TrainEngine):
@@ -218,9 +213,9 @@ class PipelinedEngine(TrainEngine):
         if hasattr(deepspeed.optimizer, "scaled_global_norm"):
             sum_norm_once(deepspeed.optimizer)
         if isinstance(deepspeed.optimizer, BF16_Optimizer):
-            add_nothing_as_zero(deepspeed.optimizer, deepspeed.device)
+            count_nothing_as_zero(deepspeed.optimizer, deepspeed.device)
         if parallel.mesh.replicas > 2:
-            self._average_tied_gradients_first()
+            average_tied_gradients_first(deepspeed, parallel.replica_group)
 
     def _train(self, batches: Sequence[MicroBatch], tokens: int) -> Tensor:
         return self.deepspeed.train_batch(iter(self._pairs(batches, tokens)))
@@ -242,34 +237,10 @@ class PipelinedEngine(TrainEngine):
 
     def _forward_only(self, pairs: Sequence[Pair], **options: Any) -> Any:
         """`eval_batch` over as many micro-batches as there are pairs."""
-        training = self.deepspeed.micro_batches
-        # DualPipeV numbers its buffers by the engine's own count, whatever it is asked to run.
-        self.deepspeed.micro_batches = len(pairs)
-        try:
+        with evaluating(self.deepspeed, len(pairs)):
             return self.deepspeed.eval_batch(iter(pairs), num_micro_batches=len(pairs), **options)
-        finally:
-            self.deepspeed.micro_batches = training
 
     def _pairs(self, batches: Sequence[MicroBatch], tokens: int) -> list[Pair]:
         """(inputs, (labels, weights)) of each micro-batch, for the pipeline's first and last stage."""
         count = len(batches)
         return [(self._inputs(b), weighted_labels(b, self.parallel, tokens, count)) for b in batches]
-
-    def _average_tied_gradients_first(self) -> None:
-        """Average gradients of tied weights over replicas by themselves, before stages add them up.
-
-        DeepSpeed adds first and averages with all other gradients in one buffer, in which the two copies lie
-        at different places. Where an element lies decides in which order three or more replicas are added,
-        so that the copies would drift apart by rounding, and each take its own way from there. Averaged
-        first, alone, both copies get the same bits, and averaging equal values again does not change them.
-        """
-
-        def reduce_tied(engine: Any) -> None:
-            for weight, _ in engine.module.get_tied_weights_and_groups():
-                gradient = weight._hp_grad if engine.using_bf16_optimizer else weight.grad
-                dist.all_reduce(gradient, group=self.parallel.replica_group)
-                gradient /= self.parallel.mesh.replicas
-            engine._exec_reduce_tied_grads()
-
-        instructions = self.deepspeed._INSTRUCTION_MAP
-        self.deepspeed._INSTRUCTION_MAP = {**instructions, ReduceTiedGrads: reduce_tied}

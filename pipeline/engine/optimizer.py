@@ -1,11 +1,12 @@
-"""The torch optimizer that DeepSpeed wraps."""
+"""The torch optimizer that DeepSpeed wraps, and the gradient norm where DeepSpeed reports none."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from pipeline.job.job import OptimizerConfig
 from pipeline.parallel.parameters import cut_of
@@ -44,3 +45,24 @@ def _keep_settings(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> d
     which may have changed since. Before the load, because `fused` decides where torch puts the state."""
     pairs = zip(optimizer.param_groups, saved["param_groups"], strict=True)
     return saved | {"param_groups": [{**now, "params": then["params"]} for now, then in pairs]}
+
+
+def clip_global_norm(module: nn.Module, group: dist.ProcessGroup, maximum: float) -> Tensor:
+    """Scale gradients in place to a global norm of at most `maximum` (0: leave them); return the norm.
+
+    Args:
+        module: Its parameters carry ``model_parallel``: whether this rank adds them to the sum.
+        group: All ranks that hold other parameters of the same replica (pipeline x tensor).
+
+    Returns:
+        The norm before clipping, fp32, a scalar tensor, the same on every rank of the group.
+    """
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    counted = [p.grad for p in module.parameters() if p.grad is not None and p.model_parallel]
+    squares = [torch.linalg.vector_norm(g, dtype=torch.float32).square() for g in counted]
+    total = torch.stack(squares).sum() if squares else torch.zeros((), device=gradients[0].device)
+    dist.all_reduce(total, group=group)
+    norm = total.sqrt()
+    if maximum > 0.0:
+        torch._foreach_mul_(gradients, (maximum / (norm + 1e-6)).clamp(max=1.0))
+    return norm

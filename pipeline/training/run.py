@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from pipeline.cluster.agent.rank_link import RankLink
 from pipeline.cluster.rank_environment import RankEnvironment
 from pipeline.engine.agreement import first_reason, gather_rows
 from pipeline.engine.build import build_engine
+from pipeline.engine.deepspeed_patches import require_tested_version
 from pipeline.engine.distributed import stop_distributed
 from pipeline.engine.engine import TrainEngine
 from pipeline.job.job import Job
@@ -25,6 +27,8 @@ from pipeline.training.signals import StopRequest
 from pipeline.training.start_lines import start_lines
 from pipeline.training.stopping import reason_text
 from pipeline.training.train import train
+
+logger = logging.getLogger(__name__)
 
 
 def run(
@@ -40,10 +44,13 @@ def run(
     one has left with an exit code other than 0, which a stopped run's is. `link` hears how far the rank is.
 
     Raises:
-        JobError: the data cannot be used (found before ranks meet, on every rank alike), or the checkpoint.
+        JobError: DeepSpeed, the data (both found before ranks meet, on every rank alike) or the checkpoint
+            cannot be used.
         StoppedEarly: a signal arrived before ranks met.
         RunFailed: anything else that goes wrong once it is known what the run goes on from.
     """
+    if (warning := require_tested_version()) and environment.rank == 0:
+        logger.warning(warning)
     prepared = prepare(job, environment, stop, link)
     with _fails_after(prepared.state.step):
         link.progress("building", prepared.state.step)

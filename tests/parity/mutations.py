@@ -205,10 +205,10 @@ def tied_gradient_stays_on_its_stage(calls: Calls) -> None:
 def tied_gradients_are_added_before_they_are_averaged(calls: Calls) -> None:
     """DeepSpeed's own order: right but for rounding, in which the copies then differ."""
 
-    def nothing(_: engine.PipelinedEngine) -> None:
+    def nothing(*_: Any) -> None:
         calls()
 
-    engine.PipelinedEngine._average_tied_gradients_first = nothing
+    engine.average_tied_gradients_first = nothing
 
 
 def every_copy_counts_in_the_norm(calls: Calls) -> None:

@@ -1,0 +1,291 @@
+"""Every change of DeepSpeed's own code or objects, and the version that it was tested with.
+
+`PATCHES` lists them: what is replaced, why, and the test that fails without it. No other file sets an
+attribute of DeepSpeed that is private, or replaces one of its functions. What DeepSpeed offers for the
+purpose (its configuration, counters such as `global_steps`) is set where it is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import DualPipeVModule, PipelineModule
+from deepspeed.runtime.pipe.schedule import ReduceTiedGrads
+from torch import Tensor
+
+from pipeline.base.problems import JobError, Problem
+
+TESTED_VERSION = "0.19.8"
+
+
+def require_tested_version(installed: str = deepspeed.__version__) -> str | None:
+    """Check the version of DeepSpeed before anything is built with it.
+
+    Returns:
+        A warning where it is a later patch release than the tested one; None where it is that one.
+
+    Raises:
+        JobError: it is another release, whose internals may have changed.
+    """
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)", installed)
+    here = tuple(int(number) for number in found.groups()) if found else ()
+    tested = tuple(int(number) for number in TESTED_VERSION.split("."))
+    if here == tested:
+        return None
+    if here[:2] == tested[:2] and here > tested:
+        return f"DeepSpeed {installed} is later than the tested release {TESTED_VERSION}"
+    rule = f"the pipeline changes internals of DeepSpeed and was tested with {TESTED_VERSION} only"
+    remedy = f"Install deepspeed=={TESTED_VERSION}, as ./launch.sh --setup_only does"
+    raise JobError([Problem("deepspeed", installed, rule, remedy)])
+
+
+@contextlib.contextmanager
+def replaced(target: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, attribute `name` of `target` is `value`."""
+    own, former = name in vars(target), getattr(target, name)
+    setattr(target, name, value)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(target, name, former)
+        else:
+            delattr(target, name)
+
+
+def skip_inference_op() -> None:
+    import deepspeed.comm.torch  # noqa: F401  (the name `deepspeed.comm.torch` is shadowed by `import torch`)
+
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+
+
+def skip_recovery_script(engine: Any) -> None:
+    engine._copy_recovery_script = lambda save_path: None
+
+
+class GivenStages(PipelineModule):
+    """A `PipelineModule` whose stage i holds layers ``boundaries[i]`` to ``boundaries[i + 1] - 1``."""
+
+    def __init__(self, layers: Sequence[Any], boundaries: Sequence[int], **arguments: Any) -> None:
+        self.parts = list(boundaries)
+        super().__init__(layers=list(layers), **arguments)
+
+    def _partition_layers(self, method: str = "given") -> None:
+        self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
+
+
+class GivenDualPipeVStages(DualPipeVModule, GivenStages):
+    """The same for DualPipeV, whose ranks hold chunk r and chunk 2 * stages - 1 - r."""
+
+
+def clip_fp32_before_update(engine: Any, clip: Callable[[], None]) -> None:
+    update = engine._take_model_step
+
+    def clip_and_update(*args: Any, **kwargs: Any) -> None:
+        clip()
+        update(*args, **kwargs)
+
+    engine.clip_fp32_gradients = lambda: None
+    engine._take_model_step = clip_and_update
+
+
+def sum_norm_once(optimizer: Any) -> None:
+    local_norm, reduce = optimizer.scaled_global_norm, optimizer._model_parallel_all_reduce
+
+    def scaled_global_norm(norm_type: int = 2) -> Tensor:
+        optimizer._model_parallel_all_reduce = lambda tensor, op: None
+        # What is not finite is infinite here, and so is the sum with it.
+        squared = local_norm(norm_type).square()
+        optimizer._model_parallel_all_reduce = reduce
+        reduce(squared, dist.ReduceOp.SUM)
+        return squared.sqrt()
+
+    optimizer.scaled_global_norm = scaled_global_norm
+
+
+def count_nothing_as_zero(optimizer: Any, device: torch.device) -> None:
+    gradients = optimizer.get_grads_for_norm
+
+    def gradients_or_zero(for_clipping: bool = False) -> Any:
+        found = gradients(for_clipping)
+        return found if for_clipping or found[0] else ([torch.zeros(1, device=device)], found[1])
+
+    optimizer.get_grads_for_norm = gradients_or_zero
+
+
+def average_tied_gradients_first(engine: Any, replicas: dist.ProcessGroup) -> None:
+    def reduce_tied(engine: Any) -> None:
+        for weight, _ in engine.module.get_tied_weights_and_groups():
+            gradient = weight._hp_grad if engine.using_bf16_optimizer else weight.grad
+            dist.all_reduce(gradient, group=replicas)
+            gradient /= dist.get_world_size(replicas)
+        engine._exec_reduce_tied_grads()
+
+    engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, ReduceTiedGrads: reduce_tied}
+
+
+def evaluating(engine: Any, micro_batches: int) -> contextlib.AbstractContextManager[None]:
+    return replaced(engine, "micro_batches", micro_batches)
+
+
+@contextlib.contextmanager
+def saving_into(engine: Any, collector: Any, writes_weights: bool | None) -> Iterator[None]:
+    """Inside, a save hands its files to `collector`, a `CheckpointEngine`.
+
+    `writes_weights`: whether this rank's weights are among them, whatever replica it is; None: as DeepSpeed
+    has it, whose first replica writes them.
+    """
+    partitioned = engine.zero_optimization_partition_weights()  # each rank has its own then
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(replaced(engine, "checkpoint_engine", collector))
+        if writes_weights is not None and not partitioned:
+            stack.enter_context(replaced(engine, "save_non_zero_checkpoint", writes_weights))
+            if isinstance(engine.module, PipelineModule):
+                replica = 0 if writes_weights else 1
+                stack.enter_context(replaced(engine.module._grid, "data_parallel_id", replica))
+                # Replicas that share the layers out would leave a part of them on every host.
+                stack.enter_context(replaced(engine.module, "checkpoint_parallel_write_pipeline", False))
+        yield
+
+
+@contextlib.contextmanager
+def loading_own_files(engine: Any) -> Iterator[None]:
+    def own_names(folder: str, tag: str) -> list[str]:
+        return [engine._get_ckpt_name(folder, tag)] * engine.mp_world_size
+
+    module = engine.module
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(replaced(engine, "_get_all_ckpt_names", own_names))
+        if isinstance(module, PipelineModule):
+            slices = module._grid.get_slice_parallel_world_size()
+            own_layer = module.ckpt_layer_path
+            paths = lambda folder, layer: [own_layer(folder, layer)] * slices  # noqa: E731
+            stack.enter_context(replaced(module, "ckpt_layer_path_list", paths))
+        yield
+
+
+def loading_with(engine: Any, load: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
+    return replaced(engine.checkpoint_engine, "load", load)
+
+
+class Patch(NamedTuple):
+    """One change of DeepSpeed.
+
+    Attributes:
+        apply: The function, context manager or class above that makes it.
+        replaces: What is replaced in DeepSpeed, by dotted names, or the attribute of an engine that is set.
+        reason: Why DeepSpeed's own does not do.
+        test: The test that fails without it.
+    """
+
+    apply: Callable[..., Any]
+    replaces: tuple[str, ...]
+    reason: str
+    test: str
+
+
+_ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine."
+_PIPE = "deepspeed.runtime.pipe."
+_ZERO = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer."
+_LAYOUT = "tests/parity/test_layouts.py::test_layout_trains_as_one_process"
+_FURTHER = "tests/parity/test_layouts.py::test_further_layout_trains_as_one_process"
+
+PATCHES = (
+    Patch(
+        skip_inference_op,
+        ("deepspeed.comm.torch.build_shm_op",),
+        "On CPUs it compiles an operator for inference: one or two minutes and a compiler, and a process "
+        "that is killed meanwhile leaves a lock on which every later start waits for ever. The backend "
+        "accepts None.",
+        "tests/engine/test_deepspeed_patches.py::test_no_operator_is_compiled_on_cpus",
+    ),
+    Patch(
+        skip_recovery_script,
+        (_ENGINE + "_copy_recovery_script",),
+        "The script it puts beside checkpoints merges ZeRO shards only, not pipeline stages or tensor "
+        "slices.",
+        "tests/engine/test_deepspeed_patches.py::test_no_script_is_put_beside_checkpoints",
+    ),
+    Patch(
+        GivenStages,
+        (_PIPE + "module.PipelineModule._partition_layers",),
+        "DeepSpeed searches stage boundaries by building every layer; the job has decided them before.",
+        _FURTHER + "[pp2 zero0 accumulation=2 clip=0.05 partition=2-5]",
+    ),
+    Patch(
+        GivenDualPipeVStages,
+        (_PIPE + "dualpipev.DualPipeVModule",),
+        "As before, for the schedule DualPipeV.",
+        _LAYOUT + "[pp2 zero0 accumulation=4 clip=0.05 schedule=dualpipev]",
+    ),
+    Patch(
+        clip_fp32_before_update,
+        (_ENGINE + "clip_fp32_gradients", _ENGINE + "_take_model_step"),
+        "In fp32 without ZeRO, DeepSpeed reports no norm unless it clips, and counts other parameters on a "
+        "pipeline. A second clip at the same maximum would shrink the gradients by another 1e-6 / maximum.",
+        _LAYOUT + "[one zero0 accumulation=4 clip=0.05]",
+    ),
+    Patch(
+        sum_norm_once,
+        (_ZERO + "scaled_global_norm", _ZERO + "_model_parallel_all_reduce"),
+        "ZeRO 1 over stages reduces once for each parameter group. A stage with nothing but an embedding "
+        "has no norms or biases, hence a group less than the others, which then wait for it without end.",
+        _FURTHER + "[pp2 zero1 accumulation=2 model=llama clip=0.05 partition=2-5]",
+    ),
+    Patch(
+        count_nothing_as_zero,
+        ("deepspeed.runtime.bf16_optimizer.BF16_Optimizer.get_grads_for_norm",),
+        "The bf16 optimizer's sum fails on a stage that counts no gradient itself: one with the output layer "
+        "alone, whose weight is tied to the embedding and counts there.",
+        _FURTHER + "[pp2 zero1 accumulation=2 clip=0.05 partition=6-1 bf16]",
+    ),
+    Patch(
+        average_tied_gradients_first,
+        (_PIPE + "engine.PipelineEngine._INSTRUCTION_MAP",),
+        "DeepSpeed adds a tied weight's gradients over stages first and averages them with all others in "
+        "one buffer, in which the two copies lie at different places. Where an element lies decides in "
+        "which order three or more replicas are added, so the copies would drift apart by rounding. "
+        "Averaged first, alone, both get the same bits, and averaging equal values again does not change "
+        "them.",
+        "tests/parity/test_mutations.py::test_further_mutation_is_noticed"
+        "[tied_gradients_are_added_before_they_are_averaged-pp2-dp3 zero1 accumulation=2 model=five layers]",
+    ),
+    Patch(
+        evaluating,
+        ("PipelineEngine.micro_batches",),
+        "DualPipeV numbers its buffers by the engine's own count of micro-batches, whatever it is asked to"
+        " run.",
+        _LAYOUT + "[pp2 zero0 accumulation=4 clip=0.05 schedule=dualpipev]",
+    ),
+    Patch(
+        saving_into,
+        (
+            "DeepSpeedEngine.checkpoint_engine",
+            "DeepSpeedEngine.save_non_zero_checkpoint",
+            "PipelineParallelGrid.data_parallel_id",
+            "PipelineModule.checkpoint_parallel_write_pipeline",
+        ),
+        "Files are written in the background, with digests, and on each host where hosts share no disk.",
+        "tests/checkpoints/test_separate_hosts.py::test_each_host_keeps_its_own_and_gets_what_it_needs",
+    ),
+    Patch(
+        loading_own_files,
+        (_ENGINE + "_get_all_ckpt_names", _PIPE + "module.PipelineModule.ckpt_layer_path_list"),
+        "DeepSpeed counts the files of other model-parallel ranks and uses its own only; on a host with a "
+        "disk of its own the others are elsewhere.",
+        "tests/checkpoints/test_separate_hosts.py::test_each_host_keeps_its_own_and_gets_what_it_needs",
+    ),
+    Patch(
+        loading_with,
+        ("DeepSpeedEngine.checkpoint_engine.load",),
+        "DeepSpeed unpickles its files, and a pickle may call anything.",
+        "tests/checkpoints/test_unpickling.py::test_deepspeeds_own_loading_and_a_conversion_run_nothing",
+    ),
+)
