@@ -20,11 +20,12 @@ import torch.distributed as dist
 from benchmarks.contenders import Task, start_engine
 from benchmarks.workers import Clock
 from pipeline.checkpoints.conversion import convert
-from pipeline.checkpoints.folder import Checkpoint, TrainState, read_checkpoint, remove_checkpoint, tag_of
-from pipeline.checkpoints.planned import PlannedFiles, plan_shards
+from pipeline.checkpoints.folder import remove_checkpoint, tag_of
+from pipeline.checkpoints.load import load_checkpoint
+from pipeline.checkpoints.manifest import Checkpoint, TrainState, read_checkpoint
 from pipeline.checkpoints.proof import Prover
 from pipeline.checkpoints.saver import Saver
-from pipeline.checkpoints.transfer import load_checkpoint
+from pipeline.checkpoints.snapshot import PlannedFiles, plan_shards
 from pipeline.cluster.rank_environment import RankEnvironment
 from pipeline.data.loader import read_step
 from pipeline.job.run_file import CHECKPOINTS

@@ -21,7 +21,7 @@ from torch.nn import functional
 from benchmarks.setting import Setting
 from benchmarks.trainer import train
 from benchmarks.workers import Clock
-from pipeline.checkpoints.folder import TrainState
+from pipeline.checkpoints.manifest import TrainState
 from pipeline.cluster.rank_environment import RankEnvironment
 from pipeline.data.loader import BatchLoader, MicroBatch, read_step
 from pipeline.engine.build import build_engine

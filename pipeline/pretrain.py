@@ -30,8 +30,8 @@ if __name__ == "__main__":
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from pipeline.base.problems import EXIT_FAILED, EXIT_STOPPED, EXIT_WRONG_JOB, JobError
+from pipeline.checkpoints.output import space_problems
 from pipeline.checkpoints.resume import resume_problems
-from pipeline.checkpoints.space import space_problems
 from pipeline.cluster.agent.rank_link import Inherited, NullLink, RankLink, connect, split_inherited
 from pipeline.cluster.folder_lock import only_job
 from pipeline.cluster.outcome import Outcome, record_outcome

@@ -22,8 +22,9 @@ from pipeline.checkpoints.conversion_rules import (
     options_for,
     run_file_of,
 )
-from pipeline.checkpoints.folder import Checkpoint, layout_changes
-from pipeline.checkpoints.outputs import output_problems
+from pipeline.checkpoints.manifest import Checkpoint
+from pipeline.checkpoints.output import output_problems
+from pipeline.checkpoints.resume import layout_changes
 from pipeline.cluster.launcher_options import LauncherOptions, launcher_problems
 from pipeline.cluster.world import resolve_world
 from pipeline.job.job import Job

@@ -9,14 +9,8 @@ from typing import Annotated, Any
 import tyro
 
 from pipeline.base.problems import JobError, Problem
-from pipeline.checkpoints.folder import (
-    MANIFEST,
-    SHARDS,
-    Checkpoint,
-    layout_of,
-    read_checkpoint,
-)
-from pipeline.checkpoints.select import Selection, find_selection
+from pipeline.checkpoints.manifest import MANIFEST, SHARDS, Checkpoint, layout_of, read_checkpoint
+from pipeline.checkpoints.resume import Selection, find_selection
 from pipeline.job.job import Job
 from pipeline.job.options import RUN_FILE, CheckOptions
 from pipeline.job.run_file import CHECKPOINTS, identity

@@ -11,7 +11,7 @@
     checkpoints/lineage.json                  what was left behind when the run went back (`lineage`)
 
 A crash at any moment, of the host too, leaves the newest complete checkpoint as it was: a checkpoint takes
-its name when all of it is on the disk, and loses it before any of it is removed. Which one counts: `select`.
+its name when all of it is on the disk, and loses it before any of it is removed. Which one counts: `resume`.
 """
 
 from __future__ import annotations
@@ -19,51 +19,18 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 from pipeline.base.files import remove_tree, remove_unfinished, replaced_atomically, sync_folder
-from pipeline.checkpoints.lineage import LINEAGE
-from pipeline.checkpoints.manifest import (
-    CHOOSE_ANOTHER,
-    MANIFEST,
-    SHARDS,
-    Checkpoint,
-    FileEntry,
-    TrainState,
-    files_below,
-    layout_of,
-    read_checkpoint,
-    write_manifest,
-)
-from pipeline.checkpoints.resume import layout_changes, resume_problems
-from pipeline.checkpoints.select import LATEST, find_checkpoint, select_checkpoint
-from pipeline.job.model_source import LEFT_BEHIND, MOVED_ASIDE, REPLACED
+from pipeline.base.problems import JobError, Problem
+from pipeline.checkpoints.lineage import LINEAGE, Lineage, saved_lineage
+from pipeline.checkpoints.manifest import read_checkpoint
+from pipeline.job.model_source import CHECKPOINT_NAME, LEFT_BEHIND, MOVED_ASIDE, REPLACED
+from pipeline.job.options import Options
 
-__all__ = [
-    "CHOOSE_ANOTHER",
-    "LATEST",
-    "MANIFEST",
-    "PARTIAL",
-    "SHARDS",
-    "Checkpoint",
-    "FileEntry",
-    "TrainState",
-    "files_below",
-    "find_checkpoint",
-    "layout_changes",
-    "layout_of",
-    "point_latest",
-    "publish",
-    "read_checkpoint",
-    "remove_leftovers",
-    "resume_problems",
-    "select_checkpoint",
-    "tag_of",
-    "write_manifest",
-]
-
+LATEST = "latest"
 PARTIAL = ".partial"
 DELETED = ".deleted"
 SEEN = ".seen-"  # begins the names of files by which a start finds out who shares the folder
@@ -107,7 +74,7 @@ def publish(written: Path, keeps: bool = False) -> Path:
     """Give a complete checkpoint its own name; for one rank.
 
     What has the name already is moved aside first, so that at no moment shards of both lie in one folder. A
-    crash in between leaves it where `select` finds it; `remove_leftovers` removes it then.
+    crash in between leaves it where `resume` finds it; `remove_leftovers` removes it then.
 
     Args:
         keeps: It stays, as ``global_stepN.left_behind``: a run that went back has come by the step again.
@@ -136,6 +103,35 @@ def point_latest(folder: Path, tag: str) -> None:
         file.write(f"{tag}\n".encode())
 
 
+def named_by_latest(folder: Path) -> str | None:
+    """The tag in `latest`; None where there is no such file, or no text in it."""
+    try:
+        return (folder / LATEST).read_text(encoding="utf-8").strip() or None
+    except (OSError, ValueError):
+        return None
+
+
+def steps_in(folder: Path) -> dict[int, list[Path]]:
+    """The folders that are named as checkpoints, complete or not, by step: ``global_stepN`` first, and then
+    those that were moved aside for it.
+
+    Raises:
+        JobError: the folder cannot be listed.
+    """
+    try:
+        found = [(path, CHECKPOINT_NAME.fullmatch(path.name)) for path in folder.iterdir() if path.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as error:
+        rule = f"cannot be listed ({error.strerror})"
+        raise JobError([Problem("resume", str(folder), rule, "See to its permissions")]) from error
+    steps: dict[int, list[Path]] = {}
+    for path, match in sorted(found, key=lambda each: each[0].name):
+        if match:
+            steps.setdefault(int(match[1]), []).append(path)
+    return steps
+
+
 def remove_checkpoint(path: Path) -> None:
     """Remove a checkpoint so that a crash in between leaves nothing that could be taken for one."""
     doomed = path.with_name(path.name + DELETED)
@@ -143,3 +139,51 @@ def remove_checkpoint(path: Path) -> None:
     path.rename(doomed)
     sync_folder(path.parent)
     remove_tree(doomed)
+
+
+def retain(folder: Path, newest: int, options: Options, say: Callable[[str], object] = print) -> None:
+    """Remove the run's checkpoints that ``--keep_last`` and ``--keep_every`` do not keep; for one process of
+    each file system, after the checkpoint of step `newest` counts.
+
+    Nothing is removed unless that one is complete. Only complete checkpoints of this run are: not what it
+    left behind when it went back, nor anything that is broken or has another name. What cannot be removed is
+    told by `say` and tried again after the next save.
+    """
+    if options.keep_last is None:
+        return
+    try:
+        too_old = list(_too_old(folder, newest, options.keep_last))
+    except JobError as error:  # it cannot be listed
+        say(f"no old checkpoint was removed: {error}")
+        return
+    for step, path in too_old:
+        if options.keep_every is not None and step % options.keep_every == 0:
+            continue
+        try:
+            remove_checkpoint(path)
+        except OSError as error:
+            say(f"{path} could not be removed: {error}")
+
+
+def _too_old(folder: Path, newest: int, keep_last: int) -> Iterator[tuple[int, Path]]:
+    """Complete checkpoints of the run that are not among the last, if `newest` is the first of these."""
+    lineage = saved_lineage(folder)
+    kept = 0
+    for step, paths in sorted(steps_in(folder).items(), reverse=True):
+        own = [path for path in paths if lineage is not None and belongs(path, step, lineage)]
+        if step > newest or not own:
+            continue
+        if kept == 0 and step != newest:
+            return
+        kept += 1
+        if kept > keep_last:
+            yield from ((step, path) for path in own)
+
+
+def belongs(path: Path, step: int, lineage: Lineage) -> bool:
+    """Whether the checkpoint of `step` at `path` is complete, and a run of that lineage goes on from it."""
+    try:
+        checkpoint = read_checkpoint(path)
+    except JobError:
+        return False
+    return checkpoint.state.step == step and lineage.owns(checkpoint.branches, step)

@@ -31,7 +31,7 @@ from typing import Any
 
 from pipeline.base.files import replaced_atomically
 from pipeline.base.problems import JobError, Problem
-from pipeline.checkpoints.digests import ALGORITHMS, digest_of
+from pipeline.checkpoints.files import ALGORITHMS, digest_of
 from pipeline.checkpoints.lineage import Branches, parse_branches, read_lineage
 from pipeline.job.job import Job
 from pipeline.job.run_file import CHECKPOINTS, identity
@@ -73,7 +73,7 @@ class FileEntry:
     """What a manifest knows of one file.
 
     Attributes:
-        digest: As `pipeline.checkpoints.digests` writes it; empty in manifests before format 2.
+        digest: As `pipeline.checkpoints.files` writes it; empty in manifests before format 2.
         host: Which host wrote it, counted in rank order.
     """
 

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.base.problems import JobError, Problem
-from pipeline.checkpoints.digests import PIECE, digest_steps
+from pipeline.checkpoints.files import PIECE, digest_steps
 from pipeline.checkpoints.manifest import Checkpoint, size_of
-from pipeline.checkpoints.resume import continuation_problems
-from pipeline.checkpoints.select import NOTHING, Candidates, Selection, candidates_of
+from pipeline.checkpoints.resume import NOTHING, Candidates, Selection, candidates_of, continuation_problems
 from pipeline.checkpoints.unpickling import foreign_names, foreign_problem
 from pipeline.engine.agreement import gather_objects
 from pipeline.job.job import Job

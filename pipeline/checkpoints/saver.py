@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -22,27 +23,24 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.files import sync_folder
-from pipeline.checkpoints.background import WriteReport, Writing, describe_failure
-from pipeline.checkpoints.file_systems import FileSystems, find_file_systems
+from pipeline.checkpoints.files import WrittenFile
 from pipeline.checkpoints.folder import (
     LATEST,
     PARTIAL,
-    SHARDS,
-    FileEntry,
-    TrainState,
+    belongs,
     point_latest,
     publish,
     remove_leftovers,
+    retain,
     tag_of,
-    write_manifest,
 )
-from pipeline.checkpoints.layout_change import shard_index
+from pipeline.checkpoints.hosts import FileSystems, find_file_systems
 from pipeline.checkpoints.lineage import saved_lineage
-from pipeline.checkpoints.planned import PlannedFiles, plan_shards
-from pipeline.checkpoints.retention import belongs, retain
-from pipeline.checkpoints.space import free_bytes, lack_of_space
+from pipeline.checkpoints.manifest import SHARDS, FileEntry, TrainState, write_manifest
+from pipeline.checkpoints.output import free_bytes, lack_of_space
+from pipeline.checkpoints.shards import shard_index
+from pipeline.checkpoints.snapshot import PlannedFiles, plan_shards
 from pipeline.checkpoints.torch_file import SnapshotMemory
-from pipeline.checkpoints.written import WrittenFile
 from pipeline.engine.agreement import gather_objects
 from pipeline.engine.engine import TrainEngine
 from pipeline.job.job import Job
@@ -246,3 +244,61 @@ def _refuse_double(files: list[tuple[WrittenFile, ...]]) -> None:
     count = Counter(file.name for written in files for file in written)
     if double := sorted(name for name, times in count.items() if times > 1):
         raise ValueError(f"several ranks wrote {double}")
+
+
+@dataclass(frozen=True)
+class WriteReport:
+    """What became of one rank's files.
+
+    Attributes:
+        files: All of them, complete and on the disk; none where it failed.
+        failure: What went wrong, None if nothing did.
+    """
+
+    files: tuple[WrittenFile, ...]
+    failure: str | None
+
+
+class Writing:
+    """Writes `planned` into `folder`, beginning now.
+
+    A thread is enough: it waits in system calls and in hashing of large blocks, both of which leave the
+    interpreter to training. What goes wrong is reported, never raised: it concerns every rank.
+    """
+
+    def __init__(self, planned: PlannedFiles, folder: Path, in_background: bool) -> None:
+        self._planned, self._folder = planned, folder
+        self._report: WriteReport | None = None
+        self._thread: threading.Thread | None = None
+        if in_background:
+            # No daemon: an interpreter that ends would cut it short.
+            self._thread = threading.Thread(target=self._write, name="checkpoint-writer")
+            self._thread.start()
+        else:
+            self._write()
+
+    @property
+    def busy(self) -> bool:
+        """Whether files are still being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def report(self) -> WriteReport:
+        """Wait for the end; what became of the files."""
+        if self._thread is not None:
+            self._thread.join()
+        assert self._report is not None
+        return self._report
+
+    def _write(self) -> None:
+        files: tuple[WrittenFile, ...] = ()
+        failure = None
+        try:
+            files = tuple(self._planned.write(self._folder))
+        except BaseException as error:  # noqa: BLE001  (reported to every rank, which the save fails on)
+            failure = describe_failure(error)
+        self._report = WriteReport(files, failure)
+
+
+def describe_failure(error: BaseException) -> str:
+    """An error in one line; an OSError names its file itself."""
+    return f"{type(error).__name__}: {error}"

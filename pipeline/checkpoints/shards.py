@@ -12,6 +12,7 @@ with the optimizer's state of the same length, and `Fragment`s say which part of
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,10 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
+from pipeline.checkpoints.stored import Place, StoredState
+from pipeline.engine.agreement import gather_objects, gather_rows
 from pipeline.engine.engine import TrainEngine
+from pipeline.parallel.parameters import cut_of
 
 
 class Fragment(NamedTuple):
@@ -41,13 +45,6 @@ class Fragment(NamedTuple):
     start: int
     numel: int
     offset: int
-
-
-class Place(NamedTuple):
-    """A value in a checkpoint: ``torch.load(file)[keys[0]][keys[1]]...``."""
-
-    file: str
-    keys: tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
@@ -252,3 +249,39 @@ def parameter_names(engine: TrainEngine) -> dict[nn.Parameter, str]:
 def state_of(engine: TrainEngine, shard: Shard) -> dict[str, Any]:
     """The torch optimizer's state of a shard; writable, and made if there is none yet."""
     return torch_optimizer(engine).state[shard.master]  # type: ignore[return-value]
+
+
+def describe_shards(engine: TrainEngine) -> dict[str, Any]:
+    """This rank's entry in `shards.json`."""
+    here = engine.parallel.coordinates
+    names = parameter_names(engine)
+    writes = not is_replicated(engine) or (here.data == 0 and here.sequence == 0)
+    return {
+        "stage": here.pipeline,
+        "tensor": here.tensor,
+        "parameters": {name: cut_of(parameter) for parameter, name in names.items()},
+        "shards": [
+            {
+                "weights_at": shard.weights_at,
+                "state_at": shard.state_at,
+                "fragments": [(names[f.parameter], *f[1:]) for f in shard.fragments],
+            }
+            for shard in (shards(engine) if writes else ())
+        ],
+    }
+
+
+def shard_index(engine: TrainEngine) -> dict[str, Any]:
+    """What `shards.json` says: the shards of all ranks. Collective."""
+    return {
+        "skipped_steps": engine.deepspeed.skipped_steps,
+        "ranks": gather_objects(engine.parallel, describe_shards(engine)),
+    }
+
+
+def same_shards(engine: TrainEngine, stored: StoredState) -> bool:
+    """Whether DeepSpeed's own files fit this engine, rank by rank. Collective."""
+    rank = engine.parallel.rank
+    mine = json.loads(json.dumps(describe_shards(engine)))
+    same = len(stored.ranks) == engine.parallel.mesh.world_size and stored.ranks[rank] == mine
+    return bool(gather_rows(engine.parallel, int(same)).all())

@@ -18,13 +18,18 @@ import torch
 from deepspeed.checkpoint.constants import LOSS_SCALER, OPTIMIZER_STATE_DICT
 from torch import Tensor
 
-from pipeline.checkpoints.folder import SHARDS
-from pipeline.checkpoints.shards import Place, is_replicated, parameter_names, shards
+from pipeline.checkpoints.manifest import SHARDS
 from pipeline.checkpoints.unpickling import load_torch_file
-from pipeline.engine.engine import TrainEngine
-from pipeline.parallel.parameters import Cut, cut_of
+from pipeline.parallel.parameters import Cut
 
 MASTER = "master"  # among the names of the optimizer's tensors (exp_avg, ...): the weights themselves
+
+
+class Place(NamedTuple):
+    """A value in a checkpoint: ``torch.load(file)[keys[0]][keys[1]]...``."""
+
+    file: str
+    keys: tuple[str | int, ...]
 
 
 class Slice(NamedTuple):
@@ -49,26 +54,6 @@ class Piece(NamedTuple):
     offset: int
     weights_at: Place
     state_at: Place | dict[str, Place]
-
-
-def describe_shards(engine: TrainEngine) -> dict[str, Any]:
-    """This rank's entry in `shards.json`."""
-    here = engine.parallel.coordinates
-    names = parameter_names(engine)
-    writes = not is_replicated(engine) or (here.data == 0 and here.sequence == 0)
-    return {
-        "stage": here.pipeline,
-        "tensor": here.tensor,
-        "parameters": {name: cut_of(parameter) for parameter, name in names.items()},
-        "shards": [
-            {
-                "weights_at": shard.weights_at,
-                "state_at": shard.state_at,
-                "fragments": [(names[f.parameter], *f[1:]) for f in shard.fragments],
-            }
-            for shard in (shards(engine) if writes else ())
-        ],
-    }
 
 
 class StoredState:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.serialization import location_tag, normalize_storage_type
 
-from pipeline.checkpoints.written import DigestStream, WrittenFile, synced
+from pipeline.checkpoints.files import DigestStream, WrittenFile, synced
 
 # What torch.save writes: the pickle protocol, the order and the alignment of storages.
 _PROTOCOL = 2

@@ -34,11 +34,10 @@ from deepspeed.checkpoint.constants import (
 )
 from deepspeed.git_version_info import version as deepspeed_version
 
-from pipeline.checkpoints.folder import SHARDS, TrainState
-from pipeline.checkpoints.shards import Place
-from pipeline.checkpoints.stored import MASTER, Slice, StoredState, standing_alone
+from pipeline.checkpoints.files import WrittenFile, write_bytes
+from pipeline.checkpoints.manifest import SHARDS, TrainState
+from pipeline.checkpoints.stored import MASTER, Place, Slice, StoredState, standing_alone
 from pipeline.checkpoints.torch_file import PickledObject
-from pipeline.checkpoints.written import WrittenFile, write_bytes
 from pipeline.engine.optimizer import build_optimizer
 from pipeline.job.job import Job
 from pipeline.model.outline import outline

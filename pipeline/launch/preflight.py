@@ -12,8 +12,8 @@ from typing import TypeVar
 
 from pipeline.base.command import reader_may_leave
 from pipeline.base.problems import JobError
+from pipeline.checkpoints.output import checkpoint_bytes, space_problems
 from pipeline.checkpoints.resume import examine_resume
-from pipeline.checkpoints.space import checkpoint_bytes, space_problems
 from pipeline.cluster.forwarded_environment import deepspeed_env
 from pipeline.cluster.launcher_options import (
     LauncherOptions,

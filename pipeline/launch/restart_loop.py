@@ -11,7 +11,7 @@ from typing import IO
 
 from pipeline.base.problems import EXIT_FAILED, EXIT_STOPPED, EXIT_WRONG_JOB, JobError
 from pipeline.checkpoints.manifest import Checkpoint
-from pipeline.checkpoints.select import select_checkpoint
+from pipeline.checkpoints.resume import select_checkpoint
 from pipeline.cluster.agent.coordinator_settings import Limits
 from pipeline.cluster.folder_lock import running_problems
 from pipeline.cluster.launcher_options import LauncherOptions

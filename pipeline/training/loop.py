@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol
 
-from pipeline.checkpoints.folder import TrainState
+from pipeline.checkpoints.manifest import TrainState
 from pipeline.cluster.agent.rank_table import Phase
 from pipeline.data.loader import BatchLoader, MicroBatch, StepBatch
 from pipeline.engine.agreement import agree_on_step, first_reason, gather_rows

@@ -11,9 +11,9 @@ import psutil
 from pipeline.base.problems import JobError, Problem
 from pipeline.base.user_input import parse_duration
 from pipeline.checkpoints.manifest import TrainState
+from pipeline.checkpoints.output import checkpoint_bytes
 from pipeline.checkpoints.proof import Agreed, Prover, agree_on_checkpoint
-from pipeline.checkpoints.select import Selection, select_checkpoint
-from pipeline.checkpoints.space import checkpoint_bytes
+from pipeline.checkpoints.resume import Selection, select_checkpoint
 from pipeline.cluster.agent.rank_link import RankLink
 from pipeline.cluster.rank_environment import RankEnvironment
 from pipeline.data.remote_cache import RemoteCache

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pipeline.base.problems import JobError
-from pipeline.checkpoints.transfer import go_on_from, load_checkpoint
+from pipeline.checkpoints.load import go_on_from, load_checkpoint
 from pipeline.cluster.agent.rank_link import RankLink
 from pipeline.cluster.rank_environment import RankEnvironment
 from pipeline.engine.agreement import first_reason, gather_rows

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from pipeline.checkpoints.folder import TrainState
+from pipeline.checkpoints.manifest import TrainState
 from pipeline.data.corpus import SourceSpec
 from pipeline.data.preparation import Rules
 from pipeline.data.remote_cache import RemoteCache

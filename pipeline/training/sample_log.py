@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.base.files import LineFile, remove_unfinished, replaced_atomically
-from pipeline.checkpoints.folder import TrainState
+from pipeline.checkpoints.manifest import TrainState
 from pipeline.data.blend import Blend
 from pipeline.training.metrics import EvalMetrics, StepMetrics, reading_failure
 

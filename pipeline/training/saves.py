@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
-from pipeline.checkpoints.folder import TrainState, tag_of
+from pipeline.checkpoints.folder import tag_of
+from pipeline.checkpoints.manifest import TrainState
 from pipeline.checkpoints.saver import SaveFailed, Saver
 
 

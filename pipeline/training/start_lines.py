@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from pipeline.base.words import counted
-from pipeline.checkpoints.resume import origin_lines
-from pipeline.checkpoints.select import Selection
+from pipeline.checkpoints.resume import Selection, origin_lines
 from pipeline.data.training_data import TrainingData
 from pipeline.job.job import Job
 from pipeline.training.first_weights import weights_lines

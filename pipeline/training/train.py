@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipeline.base.words import counted
-from pipeline.checkpoints.planned import set_random_state
 from pipeline.checkpoints.saver import Saver
+from pipeline.checkpoints.snapshot import set_random_state
 from pipeline.data.loader import BatchLoader, eval_batches
 from pipeline.engine.engine import TrainEngine
 from pipeline.job.job import Job

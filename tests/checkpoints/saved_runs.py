@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoints.folder import TrainState, files_below, point_latest, tag_of, write_manifest
+from pipeline.checkpoints.folder import point_latest, tag_of
+from pipeline.checkpoints.manifest import Checkpoint, TrainState, files_below, read_checkpoint, write_manifest
+from pipeline.checkpoints.resume import find_selection
 from pipeline.job.job import Job
 from tests.job.drafts import draft, world
 
@@ -47,3 +49,12 @@ def edit_manifest(path: Path, change: Callable[[dict[str, Any]], object], format
             del content["state"][name]
     change(content)
     file.write_text(json.dumps(content), encoding="utf-8")
+
+
+def find_checkpoint(output_dir: str, resume: str) -> Checkpoint | None:
+    """The checkpoint that ``--resume RESUME`` takes, of whatever run lies in `output_dir`."""
+    if resume == "never":
+        return None
+    if resume != "auto":
+        return read_checkpoint(Path(resume))
+    return find_selection(output_dir).checkpoint

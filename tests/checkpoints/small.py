@@ -10,6 +10,9 @@ from typing import Any, Literal
 
 import torch
 
+from pipeline.checkpoints.folder import tag_of
+from pipeline.checkpoints.manifest import TrainState
+from pipeline.checkpoints.saver import Saver
 from pipeline.data.loader import MicroBatch
 from pipeline.engine.build import build_engine
 from pipeline.engine.distributed import start_distributed
@@ -83,3 +86,17 @@ def train(engine: TrainEngine, seed: int) -> StepResult:
         tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
         batches.append(MicroBatch(tokens, labels, torch.ones_like(labels, dtype=torch.bool), (0,)))
     return engine.train_step(batches, job.batch.tokens_per_step)
+
+
+def save_checkpoint(engine: TrainEngine, job: Job, state: TrainState) -> Path:
+    """Write a checkpoint of this moment. Collective: every rank calls it, at a step boundary.
+
+    Returns:
+        The folder of the checkpoint, complete and pointed to by `latest`.
+
+    Raises:
+        SaveFailed: some rank could not write; on every rank, and nothing counts that did not before.
+    """
+    saver = Saver(engine, job)
+    saver.begin(state)
+    return saver.folder / tag_of(state.step)

@@ -8,12 +8,13 @@ import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
 
-from pipeline.checkpoints.folder import TrainState, find_checkpoint
-from pipeline.checkpoints.transfer import load_checkpoint, save_checkpoint
+from pipeline.checkpoints.load import load_checkpoint
+from pipeline.checkpoints.manifest import TrainState
 from pipeline.engine.build import build_engine
 from pipeline.engine.engine import TrainEngine
 from pipeline.job.job import Job
-from tests.checkpoints.small import job, start, train
+from tests.checkpoints.saved_runs import find_checkpoint
+from tests.checkpoints.small import job, save_checkpoint, start, train
 from tests.harness import run_ranks
 
 LAYOUTS = {

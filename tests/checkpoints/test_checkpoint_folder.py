@@ -13,20 +13,11 @@ from typing import Any
 import pytest
 
 from pipeline.base.problems import JobError
-from pipeline.checkpoints.digests import digest_of
-from pipeline.checkpoints.folder import (
-    FileEntry,
-    TrainState,
-    find_checkpoint,
-    layout_changes,
-    publish,
-    read_checkpoint,
-    remove_leftovers,
-    resume_problems,
-    select_checkpoint,
-    write_manifest,
-)
-from tests.checkpoints.saved_runs import STATE, edit_manifest, job_in, saved
+from pipeline.checkpoints.files import digest_of
+from pipeline.checkpoints.folder import publish, remove_leftovers
+from pipeline.checkpoints.manifest import FileEntry, TrainState, read_checkpoint, write_manifest
+from pipeline.checkpoints.resume import layout_changes, resume_problems, select_checkpoint
+from tests.checkpoints.saved_runs import STATE, edit_manifest, find_checkpoint, job_in, saved
 from tests.end_to_end.jobs import write_text
 
 

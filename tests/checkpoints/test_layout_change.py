@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.checkpoints import layout_change
-from pipeline.checkpoints.folder import read_checkpoint
+from pipeline.checkpoints import load
+from pipeline.checkpoints.load import load_checkpoint
+from pipeline.checkpoints.manifest import read_checkpoint
 from pipeline.checkpoints.stored import MASTER, Slice, StoredState
-from pipeline.checkpoints.transfer import load_checkpoint, save_checkpoint
 from pipeline.job.options import parse_options
 from pipeline.job.resolve import resolve
 from pipeline.job.schema import KEYS
@@ -24,7 +24,7 @@ from pipeline.parallel.parameters import cut_of
 from tests.checkpoints.layouts import OPTIMIZERS, Layout, arguments, find
 from tests.checkpoints.matrices import BITS, FAST, FORMATS, OFFLINE, OTHER, RESHAPE, Row
 from tests.checkpoints.runs import BEFORE, STEPS, Runs, differences, differing_state, losses, saved
-from tests.checkpoints.small import start
+from tests.checkpoints.small import save_checkpoint, start
 from tests.end_to_end.jobs import Fault
 from tests.harness import run_ranks
 
@@ -172,7 +172,7 @@ def slices_are_exchanged(*_: Any) -> None:
 
 
 def weights_are_not_refreshed(*_: Any) -> None:
-    layout_change.refresh_weights = lambda engine: None
+    load.refresh_weights = lambda engine: None
 
 
 @pytest.mark.slow

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 from deepspeed.accelerator import get_accelerator
 
-from pipeline.checkpoints.folder import TrainState, find_checkpoint
-from pipeline.checkpoints.transfer import load_checkpoint, save_checkpoint
+from pipeline.checkpoints.load import load_checkpoint
+from pipeline.checkpoints.manifest import TrainState
 from pipeline.engine.build import build_engine
 from pipeline.engine.engine import TrainEngine
 from pipeline.job.job import Job
 from pipeline.parallel.context import Parallel
-from tests.checkpoints.small import TIMEOUT, job, start, train
+from tests.checkpoints.saved_runs import find_checkpoint
+from tests.checkpoints.small import TIMEOUT, job, save_checkpoint, start, train
 from tests.harness import run_ranks
 
 FP16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}

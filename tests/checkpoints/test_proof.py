@@ -12,10 +12,10 @@ import torch
 
 from pipeline.base.problems import JobError
 from pipeline.checkpoints import proof
-from pipeline.checkpoints.digests import digest_of
-from pipeline.checkpoints.folder import TrainState, files_below, read_checkpoint, write_manifest
+from pipeline.checkpoints.files import digest_of
+from pipeline.checkpoints.manifest import TrainState, files_below, read_checkpoint, write_manifest
 from pipeline.checkpoints.proof import Prover, agree_on_checkpoint
-from pipeline.checkpoints.select import Selection, select_checkpoint
+from pipeline.checkpoints.resume import Selection, select_checkpoint
 from pipeline.engine.distributed import start_distributed
 from pipeline.job.job import Job
 from pipeline.parallel.context import Parallel

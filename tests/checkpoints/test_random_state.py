@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.checkpoints.folder import TrainState
-from pipeline.checkpoints.planned import random_state, set_random_state
+from pipeline.checkpoints.manifest import TrainState
 from pipeline.checkpoints.saver import Saver
+from pipeline.checkpoints.snapshot import random_state, set_random_state
 from pipeline.job.job import Job
 from tests.checkpoints.small import job, start, train
 from tests.harness import run_ranks

@@ -23,16 +23,9 @@ from pipeline.base.files import file_lock
 from pipeline.base.problems import JobError
 from pipeline.checkpoints import conversion, universal
 from pipeline.checkpoints.conversion import convert
-from pipeline.checkpoints.digests import digest_of
-from pipeline.checkpoints.folder import (
-    MANIFEST,
-    FileEntry,
-    TrainState,
-    read_checkpoint,
-    write_manifest,
-)
+from pipeline.checkpoints.files import digest_of
+from pipeline.checkpoints.manifest import MANIFEST, FileEntry, TrainState, read_checkpoint, write_manifest
 from pipeline.checkpoints.stored import Slice, StoredState
-from pipeline.checkpoints.transfer import save_checkpoint
 from pipeline.job.job import Job
 from pipeline.job.options import parse_options
 from pipeline.job.resolve import resolve
@@ -41,7 +34,7 @@ from pipeline.model.outline import parameter_cuts
 from tests.checkpoints.kills import kill_at_call
 from tests.checkpoints.layouts import arguments, find
 from tests.checkpoints.runs import BEFORE, Runs, differing_state, saved
-from tests.checkpoints.small import start
+from tests.checkpoints.small import save_checkpoint, start
 from tests.harness import run_ranks
 
 SOURCE = "dp2 zero1"

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from pipeline.base import files
-from pipeline.checkpoints.folder import TrainState, remove_leftovers, select_checkpoint
-from pipeline.checkpoints.retention import retain
+from pipeline.checkpoints.folder import remove_leftovers, retain
+from pipeline.checkpoints.manifest import TrainState
+from pipeline.checkpoints.resume import select_checkpoint
 from tests.checkpoints.saved_runs import job_in, saved
-from tests.checkpoints.test_select import go_on
+from tests.checkpoints.test_resume import go_on
 from tests.job.drafts import draft, found
 
 

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
-from pipeline.checkpoints.folder import PARTIAL, TrainState, find_checkpoint, read_checkpoint
+from pipeline.checkpoints.folder import PARTIAL
+from pipeline.checkpoints.load import load_checkpoint
+from pipeline.checkpoints.manifest import TrainState, read_checkpoint
 from pipeline.checkpoints.saver import SaveFailed
 from pipeline.checkpoints.torch_file import PickledObject
-from pipeline.checkpoints.transfer import load_checkpoint, save_checkpoint
 from pipeline.job.job import Job
-from tests.checkpoints.small import job, start, train
+from tests.checkpoints.saved_runs import find_checkpoint
+from tests.checkpoints.small import job, save_checkpoint, start, train
 from tests.harness import run_ranks
 
 STAGES = {"pipeline": {"stages": 2}}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoints.folder import TrainState, read_checkpoint
+from pipeline.checkpoints.manifest import TrainState, read_checkpoint
 from pipeline.checkpoints.saver import SaveFailed, Saver
 from pipeline.job.job import Job
 from tests.checkpoints.small import job, start, train
@@ -49,10 +49,10 @@ def save(saver: Saver, state: TrainState) -> None:
 
 def write_fails(rank: int, _: Path) -> Callable[[], None]:
     """The last file of a rank cannot be written."""
-    from pipeline.checkpoints import planned
+    from pipeline.checkpoints import snapshot
 
-    write = planned.write_bytes if rank == 0 else planned.PickledObject.write
-    holder, name = (planned, "write_bytes") if rank == 0 else (planned.PickledObject, "write")
+    write = snapshot.write_bytes if rank == 0 else snapshot.PickledObject.write
+    holder, name = (snapshot, "write_bytes") if rank == 0 else (snapshot.PickledObject, "write")
 
     def fail(*args: object) -> None:
         write(*args)
@@ -65,16 +65,16 @@ def write_fails(rank: int, _: Path) -> Callable[[], None]:
 
 def planning_fails(rank: int, _: Path) -> Callable[[], None]:
     """No memory for what DeepSpeed wants to save."""
-    from pipeline.checkpoints import planned
+    from pipeline.checkpoints import snapshot
 
-    made = planned.PickledObject
+    made = snapshot.PickledObject
 
     def fail(value: object) -> None:
         raise MemoryError("no memory for a copy")
 
     if rank == VICTIM:
-        planned.PickledObject = fail
-    return lambda: setattr(planned, "PickledObject", made)
+        snapshot.PickledObject = fail
+    return lambda: setattr(snapshot, "PickledObject", made)
 
 
 def manifest_fails(rank: int, _: Path) -> Callable[[], None]:
@@ -203,13 +203,13 @@ def test_a_vanished_mount_is_not_written_to(tmp_path: Path):
 
 
 def die_while_writing(job: Job, in_background: bool) -> None:
-    from pipeline.checkpoints import planned
+    from pipeline.checkpoints import snapshot
 
     engine = start(job)
     saver = Saver(engine, job, in_background=in_background)
     save(saver, TrainState(step=1))
     if engine.parallel.rank == VICTIM:
-        planned.PickledObject.write = lambda *args: os._exit(9)
+        snapshot.PickledObject.write = lambda *args: os._exit(9)
     save(saver, TrainState(step=2))
 
 

@@ -12,14 +12,14 @@ import torch
 
 from pipeline.base.problems import JobError
 from pipeline.checkpoints import saver
-from pipeline.checkpoints.folder import TrainState, read_checkpoint
+from pipeline.checkpoints.load import load_checkpoint
+from pipeline.checkpoints.manifest import TrainState, read_checkpoint
 from pipeline.checkpoints.proof import Prover, agree_on_checkpoint
-from pipeline.checkpoints.select import select_checkpoint
-from pipeline.checkpoints.transfer import load_checkpoint, save_checkpoint
+from pipeline.checkpoints.resume import select_checkpoint
 from pipeline.engine.build import build_engine
 from pipeline.engine.engine import TrainEngine
 from pipeline.job.job import Job
-from tests.checkpoints.small import job, start, train
+from tests.checkpoints.small import job, save_checkpoint, start, train
 from tests.harness import run_ranks
 
 ADAM = {"type": "AdamW", "params": {"lr": 0.1}}

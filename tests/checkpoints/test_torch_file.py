@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.checkpoints.digests import digest_of
+from pipeline.checkpoints.files import digest_of
 from pipeline.checkpoints.torch_file import PickledObject, SnapshotMemory
 
 

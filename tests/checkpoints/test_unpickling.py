@@ -12,12 +12,13 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
 from pipeline.base.problems import JobError
-from pipeline.checkpoints.folder import TrainState, find_checkpoint
-from pipeline.checkpoints.transfer import load_checkpoint, save_checkpoint
+from pipeline.checkpoints.load import load_checkpoint
+from pipeline.checkpoints.manifest import TrainState
 from pipeline.checkpoints.unpickling import foreign_names, load_torch_file
 from pipeline.engine.build import build_engine
 from pipeline.job.job import Job
-from tests.checkpoints.small import job, start, train
+from tests.checkpoints.saved_runs import find_checkpoint
+from tests.checkpoints.small import job, save_checkpoint, start, train
 from tests.harness import run_ranks
 from tests.job.drafts import draft, found
 

@@ -28,8 +28,9 @@ from typing import Any
 
 import psutil
 
-from pipeline.checkpoints.digests import digest_of
-from pipeline.checkpoints.folder import Checkpoint, find_checkpoint
+from pipeline.checkpoints.files import digest_of
+from pipeline.checkpoints.manifest import Checkpoint
+from tests.checkpoints.saved_runs import find_checkpoint
 from tests.crash.kill_point import KillPoint, kill_at
 from tests.end_to_end.jobs import PROJECT, Workshop, run_faulty_job
 from tests.harness import JobResult, run_job, stop_server

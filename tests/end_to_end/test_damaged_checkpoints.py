@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.checkpoints.digests import digest_of
+from pipeline.checkpoints.files import digest_of
 from pipeline.checkpoints.manifest import _digest
 from tests.checkpoints.test_unpickling import Calls
 from tests.end_to_end.jobs import Workshop

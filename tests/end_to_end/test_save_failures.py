@@ -25,7 +25,7 @@ def shop(tmp_path: Path) -> Workshop:
 
 def saves_fail(_: list[str], rank: int, victim: int, steps: tuple[int, ...], stop: bool = False) -> None:
     """Rank `victim` cannot write the checkpoints of `steps`; with `stop`, it is asked to stop then."""
-    from pipeline.checkpoints.planned import PlannedFiles
+    from pipeline.checkpoints.snapshot import PlannedFiles
 
     write = PlannedFiles.write
 

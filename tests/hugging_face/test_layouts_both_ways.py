@@ -12,8 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipeline.checkpoints.folder import TrainState
-from pipeline.checkpoints.transfer import save_checkpoint
+from pipeline.checkpoints.manifest import TrainState
 from pipeline.engine.build import build_engine
 from pipeline.engine.distributed import start_distributed
 from pipeline.engine.folder_weights import FolderWeights
@@ -23,7 +22,7 @@ from pipeline.job.initial_weights import initial_weights
 from pipeline.job.job import Job
 from pipeline.parallel.context import Parallel
 from tests.checkpoints.layouts import find
-from tests.checkpoints.small import TIMEOUT
+from tests.checkpoints.small import TIMEOUT, save_checkpoint
 from tests.harness import run_ranks
 from tests.hugging_face.folders import (
     TOKENS,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline.base.problems import JobError
-from pipeline.checkpoints.select import steps_in
+from pipeline.checkpoints.folder import steps_in
 from pipeline.job.job import Job
 from pipeline.job.model_source import starts_anew
 from pipeline.job.options import parse_options

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.checkpoints.lineage import write_lineage
 from pipeline.checkpoints.manifest import TrainState, read_checkpoint
-from pipeline.checkpoints.select import lineage_after
+from pipeline.checkpoints.resume import lineage_after
 from pipeline.cluster.agent.rank_table import Failure, RankTable, Verdict, error_kind, first_failure, ranges
 from pipeline.cluster.hostfile import read_hostfile
 from pipeline.cluster.launcher_options import LauncherOptions, launcher_problems

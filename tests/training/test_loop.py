@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.checkpoints.folder import TrainState
+from pipeline.checkpoints.manifest import TrainState
 from pipeline.data.loader import MicroBatch, StepBatch
 from pipeline.engine.engine import StepResult
 from pipeline.job.job import Job

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from pipeline.base.problems import JobError, Problem
 from pipeline.base.user_input import is_file, is_folder
+from pipeline.checkpoints.folder import steps_in
 from pipeline.checkpoints.manifest import MANIFEST, Checkpoint, read_checkpoint
-from pipeline.checkpoints.select import Candidates, Selection, steps_in
+from pipeline.checkpoints.resume import Candidates, Selection
 from pipeline.data.tokenizer import TOKENIZER, Tokenizer, load_tokenizer
 from pipeline.job.model_source import CHECKPOINTS, TOKENIZER_FOLDER
 from pipeline.model.config import ModelConfig, model_from_json

@@ -19,7 +19,7 @@ from pipeline.checkpoints.export.checkpoint_tensors import proven_state, tensors
 from pipeline.checkpoints.export.export_place import ExportPlace
 from pipeline.checkpoints.export.safetensors_writer import FORMATS, write_weights
 from pipeline.checkpoints.manifest import Checkpoint
-from pipeline.checkpoints.outputs import output_problems
+from pipeline.checkpoints.output import output_problems
 from pipeline.checkpoints.stored import StoredState
 from pipeline.data.tokenizer import Tokenizer, vocabulary_problems
 from pipeline.hugging_face.families import config_json, generation_config_json

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.base.files import remove_tree, sync_folder
-from pipeline.checkpoints.outputs import only_one
+from pipeline.checkpoints.output import only_one
 
 
 @dataclass(frozen=True)

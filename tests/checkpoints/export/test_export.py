@@ -24,15 +24,14 @@ from pipeline.checkpoints.export.checkpoint_at import checkpoint_at
 from pipeline.checkpoints.export.checkpoint_tensors import proven_state
 from pipeline.checkpoints.export.export_place import ExportPlace
 from pipeline.checkpoints.export.safetensors_writer import write_weights
-from pipeline.checkpoints.folder import TrainState
-from pipeline.checkpoints.transfer import save_checkpoint
+from pipeline.checkpoints.manifest import TrainState
 from pipeline.export import bytes_of, main
 from pipeline.generate import main as generate
 from pipeline.job.job import Job
 from pipeline.job.model_presets import PRESETS
 from pipeline.model.parameter_counts import block_parameters
 from tests.checkpoints.layouts import find
-from tests.checkpoints.small import start
+from tests.checkpoints.small import save_checkpoint, start
 from tests.harness import run_ranks
 from tests.hugging_face.folders import TOKENS, job, logits_of_transformers, write_folder
 from tests.hugging_face.test_layouts_both_ways import start_and_save

@@ -9,16 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoints import written
-from pipeline.checkpoints.digests import digest_of
-from pipeline.checkpoints.written import DigestStream, synced
+from pipeline.checkpoints import files
+from pipeline.checkpoints.files import DigestStream, digest_of, synced
 
 PORTION = 1000
 
 
 @pytest.fixture(autouse=True)
 def _small_portions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(written, "_PORTION", PORTION)
+    monkeypatch.setattr(files, "_PORTION", PORTION)
 
 
 def write(folder: Path, portions: int) -> None:

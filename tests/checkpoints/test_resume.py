@@ -10,11 +10,10 @@ import pytest
 
 from pipeline import check
 from pipeline.base.problems import JobError
-from pipeline.checkpoints.folder import TrainState, point_latest, select_checkpoint
+from pipeline.checkpoints.folder import point_latest
 from pipeline.checkpoints.lineage import read_lineage, write_lineage
-from pipeline.checkpoints.manifest import read_checkpoint
-from pipeline.checkpoints.resume import examine_resume
-from pipeline.checkpoints.select import lineage_after
+from pipeline.checkpoints.manifest import TrainState, read_checkpoint
+from pipeline.checkpoints.resume import examine_resume, lineage_after, select_checkpoint
 from tests.checkpoints.saved_runs import edit_manifest, job_in, saved
 
 

@@ -14,9 +14,9 @@ import torch
 from deepspeed.checkpoint.ds_to_universal import dp_index_to_str
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
-from pipeline.checkpoints.folder import TrainState
+from pipeline.checkpoints.files import WrittenFile, copy_file, sync_existing, write_bytes
+from pipeline.checkpoints.manifest import TrainState
 from pipeline.checkpoints.torch_file import PickledObject, SnapshotMemory
-from pipeline.checkpoints.written import WrittenFile, copy_file, sync_existing, write_bytes
 from pipeline.engine.deepspeed_patches import saving_into
 from pipeline.engine.engine import TrainEngine
 

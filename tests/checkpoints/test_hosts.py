@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoints.file_systems import FileSystems, find_file_systems
-from pipeline.checkpoints.folder import TrainState
+from pipeline.checkpoints.hosts import FileSystems, find_file_systems
+from pipeline.checkpoints.manifest import TrainState
 from pipeline.checkpoints.saver import Saver
 from pipeline.job.job import Job
 from pipeline.parallel.context import Parallel

@@ -1,12 +1,17 @@
-"""Folders that a command may make, and those that are a run's."""
+"""Folders that a command may make, those that are a run's, and the disk that a checkpoint must fit on."""
 
 from __future__ import annotations
 
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoints.outputs import output_problems
+from pipeline.checkpoints import output
+from pipeline.checkpoints.output import output_problems
+from tests.checkpoints.saved_runs import job_in
+
+Usage = namedtuple("Usage", "free")
 
 
 @pytest.mark.parametrize(
@@ -50,3 +55,20 @@ def test_links_are_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert output_problems("folder", str(tmp_path / "to" / "model"))
     monkeypatch.chdir(tmp_path / "here" / "checkpoints")
     assert output_problems("folder", "model")
+
+
+@pytest.mark.parametrize("small", ["run", "large"])
+def test_checkpoints_may_be_a_link_to_another_disk(
+    small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    job = job_in(tmp_path)
+    Path(job.output_dir).mkdir(exist_ok=True)
+    (tmp_path / "large").mkdir()
+    (Path(job.output_dir) / "checkpoints").symlink_to(tmp_path / "large")
+
+    def usage(path: Path) -> Usage:
+        on = "large" if Path(path).resolve() == (tmp_path / "large").resolve() else "run"
+        return Usage(0 if on == small else 10**12)
+
+    monkeypatch.setattr(output.shutil, "disk_usage", usage)
+    assert bool(output.space_problems(job)) == (small == "large")
