@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
-from pipeline.job.job import Batch, Precision
+from pipeline.job.facts import Facts
+from pipeline.job.job import Batch, Precision, Resolved
 from pipeline.job.schema import KEYS
 from pipeline.job.settings import Settings
+from pipeline.model.parameter_counts import layer_parameters, stage_parameters
 
 # DeepSpeed tests steps % steps_per_print, so "never" is a number that no run reaches.
 NEVER = 2**31 - 1
+BUCKET = "zero_optimization.reduce_bucket_size"
+LARGEST_BUCKET = 500_000_000  # DeepSpeed's default
+# On CPUs nothing overlaps a reduction, and a bucket that stays in the cache is copied faster: 4 to 6 % of a
+# step in benchmarks/README.md.
+BUCKET_ON_CPU = 1_000_000
 
 
 def deepspeed_dict(
-    config: Settings,
+    settings: Settings,
     batch: Batch,
     precision: Precision,
     gradient_clipping: float,
@@ -35,7 +43,8 @@ def deepspeed_dict(
       size, and tensor peers hold equal ones anyway.
     - No tensor_parallel and no sequence_parallel_size: these would start DeepSpeed's own slicing.
     """
-    values = _passed("", config.values)
+    config = settings.config
+    values = _passed("", settings.values)
     values.update(
         train_micro_batch_size_per_gpu=batch.micro_batch_size,
         gradient_accumulation_steps=batch.accumulation_steps,
@@ -46,11 +55,11 @@ def deepspeed_dict(
         pipeline={"pipe_partitioned": False, "grad_partitioned": False},
     )
     values.setdefault("communication_data_type", precision.accumulation)
-    if not config.get("comms_logger.enabled", False):
+    if not config.comms_logger.enabled:
         values.pop("comms_logger", None)
     values["bf16"] = {**values.get("bf16", {}), "enabled": precision.compute == "bf16"}
     values["fp16"] = {**values.get("fp16", {}), "enabled": precision.compute == "fp16"}
-    stage = config.get("zero_optimization.stage", 0)
+    stage = config.zero_optimization.stage
     values["zero_optimization"] = {"stage": stage, **values.get("zero_optimization", {})}
     if reduce_bucket is not None:
         values["zero_optimization"]["reduce_bucket_size"] = reduce_bucket
@@ -66,10 +75,30 @@ def _passed(block: str, values: dict[str, Any]) -> dict[str, Any]:
         path = f"{block}.{name}" if block else name
         if path not in KEYS:  # scheduler.params: never DeepSpeed's
             continue
+        passed = KEYS[path].details.get("passed", False)
         if isinstance(value, dict):
             inside = _passed(path, value)
-            if inside or KEYS[path].passed:
+            if inside or passed:
                 kept[name] = inside
-        elif KEYS[path].passed:
+        elif passed:
             kept[name] = value
     return kept
+
+
+def reduce_bucket(facts: Facts, stages: tuple[int, ...]) -> Resolved | None:
+    """Elements to reduce at a time; None where the JSON says it or nothing reads it.
+
+    DeepSpeed allocates the bucket whatever the model's size: 2 GB of fp32 for its default of 5e8 elements. No
+    bucket needs to hold more than a rank's parameters.
+    """
+    if facts.settings.given(BUCKET) or facts.zero_stage == 0 or facts.uses_bf16_optimizer:
+        return None
+    layers = layer_parameters(facts.model)
+    chunks = [layers[start:end] for start, end in pairwise(stages)]
+    if facts.schedule == "dualpipev":  # rank r holds chunk r and its mirror
+        chunks = [chunk + mirror for chunk, mirror in zip(chunks, reversed(chunks), strict=True)]
+    largest = -(-max(stage_parameters(chunk) for chunk in chunks) // facts.tensor)
+    usual, why = (BUCKET_ON_CPU, "CPU ranks") if facts.world.device == "cpu" else (LARGEST_BUCKET, "usual")
+    if largest < usual:
+        return Resolved(BUCKET, largest, "a rank's parameters")
+    return Resolved(BUCKET, usual, why)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Literal, TypeVar
 
+from pipeline.base.fields import AUTO, Undecided
 from pipeline.base.problems import Problem
 from pipeline.job.job import Batch, Dtype
 from pipeline.job.model_presets import TrainingDefaults, training_defaults
 from pipeline.job.options import Options
-from pipeline.job.settings import Settings, Undecided
-from pipeline.job.validate import AUTO
+from pipeline.job.schema import DeepSpeedConfig
+from pipeline.job.settings import Settings
 from pipeline.job.world import World
 from pipeline.model.config import ModelConfig
 
@@ -38,11 +39,15 @@ class Facts:
     """
 
     options: Options
-    config: Settings
+    settings: Settings
     _world: World | None
     _model: ModelConfig | None
     _batch: Batch | None = None
     failures: Mapping[str, Sequence[Problem]] = field(default_factory=dict)
+
+    @property
+    def config(self) -> DeepSpeedConfig:
+        return self.settings.config
 
     @property
     def world(self) -> World:
@@ -59,15 +64,15 @@ class Facts:
 
     @property
     def stages(self) -> int:
-        return self.config.get("pipeline.stages", 1)
+        return self.config.pipeline.stages
 
     @property
     def tensor(self) -> int:
-        return self.config.get("tensor_parallel.autotp_size", 1)
+        return self.config.tensor_parallel.autotp_size
 
     @property
     def sequence(self) -> int:
-        return self.config.get("sequence_parallel_size", 1)
+        return self.config.sequence_parallel_size
 
     @property
     def model_parallel(self) -> int:
@@ -81,8 +86,8 @@ class Facts:
         return known(size if rest == 0 and size > 0 else None)
 
     @property
-    def schedule(self) -> str:
-        return self.config.get("pipeline.schedule", "1f1b")
+    def schedule(self) -> Literal["1f1b", "dualpipev"]:
+        return self.config.pipeline.schedule
 
     @property
     def chunks(self) -> int:
@@ -100,7 +105,7 @@ class Facts:
 
     @property
     def zero_stage(self) -> int:
-        return self.config.get("zero_optimization.stage", 0)
+        return self.config.zero_optimization.stage
 
     @property
     def uses_bf16_optimizer(self) -> bool:
@@ -118,12 +123,12 @@ class Facts:
 
     @property
     def bf16(self) -> bool:
-        enabled = self.config.get("bf16.enabled", False)
+        enabled = self.config.bf16.enabled
         return self.world.bf16_native if enabled == AUTO else enabled
 
     @property
     def fp16(self) -> bool:
-        return self.config.get("fp16.enabled", False)
+        return self.config.fp16.enabled
 
     @property
     def compute(self) -> Dtype:
@@ -134,12 +139,12 @@ class Facts:
     @property
     def accumulation(self) -> Dtype:
         """Format of the gradient sum: fp32, but fp16's own for fp16, as DeepSpeed's."""
-        return self.config.get("data_types.grad_accum_dtype", "fp16" if self.fp16 else "fp32")
+        return self.config.data_types.grad_accum_dtype or ("fp16" if self.fp16 else "fp32")
 
     @property
-    def optimizer(self) -> str:
-        return self.config.get("optimizer.type", "AdamW")
+    def optimizer(self) -> Literal["AdamW", "Adam", "SGD"]:
+        return self.config.optimizer.type
 
-    def offload_device(self, block: str) -> str:
+    def offload_device(self, block: Literal["offload_optimizer", "offload_param"]) -> str:
         """Where ``offload_optimizer`` or ``offload_param`` goes: none, cpu or nvme."""
-        return self.config.get(f"zero_optimization.{block}.device", "none")
+        return getattr(self.config.zero_optimization, block).device

@@ -26,7 +26,7 @@ def tensor_in_host(f: Facts) -> Iterable[Problem]:
     if cut:
         rule = f"a tensor group spans hosts (a host ends after rank {cut[0] - 1}), and talks in every layer"
         remedy = "Use a tensor size that divides the slots of each host"
-        yield f.config.problem("tensor_parallel.autotp_size", rule, remedy, f.tensor, warn=True)
+        yield f.settings.problem("tensor_parallel.autotp_size", rule, remedy, f.tensor, warn=True)
 
 
 def tensor_divides(f: Facts) -> Iterable[Problem]:
@@ -42,7 +42,7 @@ def tensor_divides(f: Facts) -> Iterable[Problem]:
         rule = f"must divide {', '.join(wrong)} of {model.name}"
         legal = [n for n in range(1, model.num_heads + 1) if all(size % n == 0 for size in sizes.values())]
         remedy = f"Use {listed(legal)}"
-        yield f.config.problem("tensor_parallel.autotp_size", rule, remedy, f.tensor)
+        yield f.settings.problem("tensor_parallel.autotp_size", rule, remedy, f.tensor)
 
 
 def sequence_divides(f: Facts) -> Iterable[Problem]:
@@ -51,7 +51,7 @@ def sequence_divides(f: Facts) -> Iterable[Problem]:
         remedy = (
             f"Use another size, or --seq_length {f.sequence_length // f.sequence * f.sequence or f.sequence}"
         )
-        yield f.config.problem("sequence_parallel_size", rule, remedy, f.sequence)
+        yield f.settings.problem("sequence_parallel_size", rule, remedy, f.sequence)
 
 
 def sequence_heads(f: Facts) -> Iterable[Problem]:
@@ -60,7 +60,7 @@ def sequence_heads(f: Facts) -> Iterable[Problem]:
     if heads % f.tensor == 0 and local % f.sequence:
         rule = f"must divide the {local} attention heads of a rank ({heads} / {f.tensor} tensor)"
         legal = [n for n in range(1, local + 1) if local % n == 0]
-        yield f.config.problem("sequence_parallel_size", rule, f"Use {listed(legal)}", f.sequence)
+        yield f.settings.problem("sequence_parallel_size", rule, f"Use {listed(legal)}", f.sequence)
 
 
 def sequence_kv_heads(f: Facts) -> Iterable[Problem]:
@@ -73,7 +73,7 @@ def sequence_kv_heads(f: Facts) -> Iterable[Problem]:
             f"must divide, or be a multiple of, the {local} kv heads of a rank ({heads} / {f.tensor} tensor)"
         )
         legal = [n for n in range(1, 2 * local + 1) if local % n == 0 or n % local == 0]
-        yield f.config.problem("sequence_parallel_size", rule, f"Use {listed(legal)}", f.sequence)
+        yield f.settings.problem("sequence_parallel_size", rule, f"Use {listed(legal)}", f.sequence)
 
 
 def positions(f: Facts) -> Iterable[Problem]:
@@ -102,17 +102,19 @@ def _called(tokenizer: str) -> str:
 
 def dualpipev(f: Facts) -> Iterable[Problem]:
     if f.schedule == "dualpipev" and f.stages < 2:
-        yield f.config.problem("pipeline.schedule", "needs at least 2 pipeline stages", "Set pipeline.stages")
+        yield f.settings.problem(
+            "pipeline.schedule", "needs at least 2 pipeline stages", "Set pipeline.stages"
+        )
 
 
 def partition_without_stages(f: Facts) -> Iterable[Problem]:
     if (
-        f.config.given("pipeline.partition")
+        f.settings.given("pipeline.partition")
         and f.stages == 1
-        and isinstance(f.config.get("pipeline.partition"), str)
+        and isinstance(f.config.pipeline.partition, str)
     ):
         remedy = "Remove it, or set pipeline.stages"
-        yield f.config.problem("pipeline.partition", "acts with at least 2 pipeline stages", remedy)
+        yield f.settings.problem("pipeline.partition", "acts with at least 2 pipeline stages", remedy)
 
 
 def micro_batches(f: Facts) -> Iterable[Problem]:
@@ -124,4 +126,4 @@ def micro_batches(f: Facts) -> Iterable[Problem]:
     if dual:
         rule = f"DualPipeV needs 2 * {f.stages} stages = {least}, and there are {steps}"
     key = "gradient_accumulation_steps"
-    yield f.config.problem(key, rule, f"Use at least {least} micro-batches per step", steps, warn=not dual)
+    yield f.settings.problem(key, rule, f"Use at least {least} micro-batches per step", steps, warn=not dual)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.base.fields import AUTO, Undecided
 from pipeline.base.problems import Problem
 from pipeline.job.facts import Facts, known
 from pipeline.job.job import Batch, OptimizerConfig, Resolved
 from pipeline.job.model_presets import TrainingDefaults
-from pipeline.job.scheduler_block import build_schedule
+from pipeline.job.scheduler import build_schedule
 from pipeline.job.schedules import LearningRate
-from pipeline.job.settings import Undecided
-from pipeline.job.validate import AUTO
+from pipeline.job.schema import KEYS
 
 # Stands in for a run of unknown length: longer than any phase of a schedule.
 ENDLESS = 10**12
@@ -39,17 +39,17 @@ def resolve_learning(facts: Facts, train_steps: int | None, batch: Batch | None)
     Raises:
         Undecided: a key or the batch that is needed has a problem of its own.
     """
-    lr = facts.config.get("optimizer.params.lr", AUTO)
-    facts.config.get("scheduler.type")  # undecided if it was refused already
-    betas = facts.config.get("optimizer.params.betas", AUTO)
+    lr, betas = facts.config.optimizer.params.lr, facts.config.optimizer.params.betas
     if betas != AUTO and len(betas) != 2:
         raise Undecided("optimizer.params.betas")
+    scheduler = facts.config.scheduler
+    block = {"type": scheduler.type, "params": scheduler.params}
     result = build_schedule(
-        facts.config.get("scheduler"),
+        None if facts.settings.absent("scheduler") else block,
         optimizer_lr=None if lr == AUTO else lr,
         train_steps=train_steps or ENDLESS,
         defaults=facts.defaults,
-        where=facts.config.where,
+        where=facts.settings.where,
     )
     schedule = result.schedule
     if train_steps is None or schedule is None or (facts.optimizer == "SGD" and lr == AUTO):
@@ -57,7 +57,10 @@ def resolve_learning(facts: Facts, train_steps: int | None, batch: Batch | None)
         return Learning(None, None, (), errors)
     notes = list(result.resolved)
     schedule = _scaled(facts, schedule, batch, notes)
-    optimizer = _optimizer(facts, schedule.peak, notes)
+    try:
+        optimizer = _optimizer(facts, schedule.peak, notes)
+    except Undecided:  # a parameter was refused; the schedule's problems are reported beside it
+        optimizer = None
     note = Resolved("optimizer.params.lr", facts.defaults.learning_rate, USUAL) if facts.defaults else None
     if lr == AUTO and note is not None and note not in notes:
         notes.insert(0, note)
@@ -67,8 +70,7 @@ def resolve_learning(facts: Facts, train_steps: int | None, batch: Batch | None)
 def _scaled(facts: Facts, schedule: LearningRate, batch: Batch | None, notes: list[Resolved]) -> LearningRate:
     """The schedule with every rate times (train batch / base batch), to the power 1 (Goyal et al. 2017,
     section 2.1) or 1/2 (Malladi et al. 2022, for Adam)."""
-    rule = facts.config.get("lr_scaling.rule", "none")
-    base = facts.config.get("lr_scaling.base_batch_size")
+    rule, base = facts.config.lr_scaling.rule, facts.config.lr_scaling.base_batch_size
     if rule == "none" or base is None:
         return schedule
     train = known(batch).train_batch_size
@@ -80,37 +82,35 @@ def _scaled(facts: Facts, schedule: LearningRate, batch: Batch | None, notes: li
 
 
 def _optimizer(facts: Facts, peak: float, notes: list[Resolved]) -> OptimizerConfig:
-    params: dict[str, Any] = facts.config.get("optimizer.params", {})
-    kind = facts.optimizer
-    if facts.config.get("optimizer.type") is None:
+    params, kind, usual = facts.config.optimizer.params, facts.optimizer, facts.defaults
+    if facts.settings.absent("optimizer.type"):
         notes.append(Resolved("optimizer.type", kind, "default"))
-    usual = facts.defaults
+
+    def open_to(name: str, value: Any, reason: str) -> Any:
+        """A parameter as given; where it is absent or "auto" the usual value, which is noted."""
+        if facts.settings.given(f"optimizer.params.{name}"):
+            return getattr(params, name)
+        notes.append(Resolved(f"optimizer.params.{name}", value, reason))
+        return value
+
     if kind == "SGD":
         return OptimizerConfig(
             type="SGD",
             lr=peak,
-            weight_decay=_or_usual("weight_decay", params, 0.0, "default for SGD", notes),
-            momentum=params.get("momentum", 0.0),
-            nesterov=params.get("nesterov", False),
-            fused=params.get("fused", True),
+            weight_decay=open_to("weight_decay", 0.0, "default for SGD"),
+            momentum=params.momentum,
+            nesterov=params.nesterov,
+            fused=params.fused,
         )
-    decoupled = kind == "AdamW" or params.get("adam_w_mode", True)
+    decoupled = kind == "AdamW" or params.adam_w_mode
     reason = USUAL if usual else "usual for GPTs"
-    betas = _or_usual("betas", params, usual.betas if usual else TrainingDefaults.betas, reason, notes)
-    decay = usual.weight_decay if usual else TrainingDefaults.weight_decay
+    training = usual or TrainingDefaults
+    betas = open_to("betas", training.betas, reason)
     return OptimizerConfig(
         type="AdamW" if decoupled else "Adam",
         lr=peak,
         betas=(float(betas[0]), float(betas[1])),
-        eps=_or_usual("eps", params, 1e-8, "default", notes),
-        weight_decay=_or_usual("weight_decay", params, decay, reason, notes),
-        fused=params.get("fused", True),
+        eps=open_to("eps", KEYS["optimizer.params.eps"].default, "default"),
+        weight_decay=open_to("weight_decay", training.weight_decay, reason),
+        fused=params.fused,
     )
-
-
-def _or_usual(name: str, params: dict[str, Any], usual: Any, reason: str, notes: list[Resolved]) -> Any:
-    """A parameter as given; where it is absent or "auto" the usual value, which is noted."""
-    if params.get(name, AUTO) != AUTO:
-        return params[name]
-    notes.append(Resolved(f"optimizer.params.{name}", usual, reason))
-    return usual

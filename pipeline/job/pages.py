@@ -5,13 +5,16 @@ docs/rules.md from the table of rules; the key tables of ds_configs/README.md fr
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from pipeline.base.fields import Field, Form
 from pipeline.job.foreign_keys import REFUSED, REMOVED
 from pipeline.job.rules import RULES
-from pipeline.job.scheduler_params import PARAMETERS, Parameter
-from pipeline.job.schema import KEYS, Key
+from pipeline.job.scheduler import REFUSED_PARAMETERS
+from pipeline.job.schedules import SCHEDULES, parameters
+from pipeline.job.schema import KEYS
 
 PROJECT = Path(__file__).resolve().parents[2]
 RULES_PAGE = PROJECT / "docs" / "rules.md"
@@ -51,38 +54,48 @@ def with_keys(page: str) -> str:
 
 
 def _key_lines() -> Iterator[str]:
-    yield from _table(("key", "type", "default", "meaning", "who acts"), (_key_row(k) for k in KEYS.values()))
-    for kind, parameters in PARAMETERS.items():
+    yield from _table(
+        ("key", "type", "default", "meaning", "who acts"), (_key_row(path, key) for path, key in KEYS.items())
+    )
+    for kind in SCHEDULES:
         yield from ("", f"`scheduler.params` of `{kind}`:", "")
-        rows = ((f"`{name}`", p.kind, _default(p), p.meaning) for name, p in parameters.items())
+        rows = ((f"`{name}`", _type(p), p.default_text, p.meaning) for name, p in parameters(kind).items())
         yield from _table(("parameter", "type", "default", "meaning"), rows)
     yield from ("", "### Keys that are refused", "", "DeepSpeed 0.19 removed these:", "")
     yield from _table(("key", "remedy"), ((f"`{key}`", remedy) for key, remedy in REMOVED.items()))
     yield from ("", "DeepSpeed knows these, and they are not taken here:", "")
-    refused = ((f"`{key}`", rule, remedy) for key, (rule, remedy) in REFUSED.items())
+    refused = [(f"`{key}`", rule, remedy) for key, (rule, remedy) in REFUSED.items()]
+    for kind, names in REFUSED_PARAMETERS.items():
+        owner = f" of `{kind}`" if kind else ""
+        refused += [(f"`scheduler.params.{name}`{owner}", *why) for name, why in names.items()]
     yield from _table(("key", "why", "remedy"), refused)
 
 
-def _key_row(key: Key) -> tuple[str, ...]:
-    meaning = key.meaning
-    if key.zero_stages is not None:
-        meaning += f" ZeRO {', '.join(str(stage) for stage in key.zero_stages)}."
-    return f"`{key.path}`", _type(key), key.default, meaning, "DeepSpeed" if key.passed else "this pipeline"
+def _key_row(path: str, key: Field) -> tuple[str, ...]:
+    stages = key.details.get("zero_stages", ())
+    acts = f" ZeRO {', '.join(map(str, stages))}." if stages else ""
+    actor = "DeepSpeed" if key.details.get("passed") else "this pipeline"
+    return f"`{path}`", _type(key), key.default_text, key.meaning + acts, actor
 
 
-def _type(key: Key) -> str:
-    kind = " or ".join(str(choice) for choice in key.choices) if key.choices else key.kind
-    if not key.choices and key.low is not None:
-        low = f"{key.low:g}"
-        kind += f" {'>' if key.above else '>='} {low}" if key.high is None else f" {low} to {key.high:g}"
-    return kind + (' or "auto"' if key.auto else "")
+def _type(key: Field) -> str:
+    """``int >= 1 or "auto"``."""
+    return " or ".join([*(_form(form) for form in key.forms), *(['"auto"'] if key.auto else [])])
 
 
-def _default(parameter: Parameter) -> str:
-    sources = {"peak": "optimizer's rate", "first_half": "as the first half"}
-    default = sources[parameter.absent] if parameter.absent else parameter.default
-    text = "required" if default is None else f"{default}"
-    return text + (', or "auto"' if parameter.auto else "")
+def _form(form: Form) -> str:
+    limits = form.limits
+    if limits.choices:
+        return " or ".join(str(choice) for choice in limits.choices)
+    name = _NAMES[form.kind] if form.item is None else f"list of {_NAMES[form.item.kind]}"
+    if limits.low is None:
+        return name
+    if limits.high is None:
+        return f"{name} {'>' if limits.above else '>='} {limits.low:g}"
+    return f"{name} {limits.low:g} to {limits.high:g}"
+
+
+_NAMES = defaultdict(lambda: "object", {int: "int", float: "float", bool: "bool", str: "str"})
 
 
 def _table(headings: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:

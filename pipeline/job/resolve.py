@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pipeline.base.fields import AUTO, Undecided
 from pipeline.base.json_reader import read_json
 from pipeline.base.problems import JobError, Problem
 from pipeline.base.user_input import exists
 from pipeline.job.batch import MICRO, STEPS, TRAIN, BatchRequest, resolve_batch
-from pipeline.job.buckets import reduce_bucket
-from pipeline.job.deepspeed_dict import deepspeed_dict
+from pipeline.job.deepspeed_dict import deepspeed_dict, reduce_bucket
 from pipeline.job.facts import Facts, known
 from pipeline.job.initial_weights import initial_weights
 from pipeline.job.job import Batch, Job, OptimizerConfig, Precision, Resolved
@@ -24,9 +24,8 @@ from pipeline.job.options import Options
 from pipeline.job.rules import check_rules
 from pipeline.job.run_file import folder_problems, identity, restart_problems
 from pipeline.job.schedules import LearningRate
-from pipeline.job.settings import Settings, Undecided
+from pipeline.job.settings import Settings
 from pipeline.job.stages import partition
-from pipeline.job.validate import AUTO
 from pipeline.job.world import World
 from pipeline.model.config import ModelConfig
 from pipeline.model.parameter_counts import layer_parameters
@@ -109,11 +108,11 @@ def examine(
             job was meant for, a step must stay what it was.
     """
     draft = Draft(options, world, list(problems))
-    config = Settings(read_json(config_path(options.deepspeed_config)))
-    draft.problems += [*option_problems(options), *config.problems]
-    draft.problems += monitor_problems(config.values)
+    settings = Settings(read_json(config_path(options.deepspeed_config)))
+    draft.problems += [*option_problems(options), *settings.problems]
+    draft.problems += monitor_problems(settings.values)
     draft.model = draft.derive("model", _model, options, world)
-    facts = Facts(options, config, world, draft.model)
+    facts = Facts(options, settings, world, draft.model)
     draft.mesh = draft.derive("world", _mesh, facts)
     draft.precision = draft.derive("precision", _precision, facts, draft)
     draft.stages = draft.derive("partition", _stages, facts)
@@ -146,7 +145,7 @@ def _mesh(facts: Facts) -> Mesh:
 
 def _precision(facts: Facts, draft: Draft) -> Precision:
     device = facts.world.device_name or facts.world.device
-    if facts.config.get("bf16.enabled") == AUTO:
+    if facts.config.bf16.enabled == AUTO:
         reason = f"{device} {'computes' if facts.bf16 else 'does not compute'} bf16 natively"
         draft.note("bf16.enabled", facts.bf16, reason)
     else:
@@ -155,17 +154,24 @@ def _precision(facts: Facts, draft: Draft) -> Precision:
 
 
 def _stages(facts: Facts) -> tuple[int, ...]:
-    method = facts.config.get("pipeline.partition", "parameters")
     layers = layer_parameters(facts.model)
-    where = facts.config.where
+    where = facts.settings.where
     return partition(
-        layers, facts.chunks, method, key=where("pipeline.partition"), chunks_key=where("pipeline.stages")
+        layers,
+        facts.chunks,
+        facts.config.pipeline.partition,
+        key=where("pipeline.partition"),
+        chunks_key=where("pipeline.stages"),
     )
 
 
 def _batch(facts: Facts, draft: Draft, instead: Sequence[int]) -> Batch:
     keys = (TRAIN, MICRO, STEPS)
-    given = dict(zip(keys, instead, strict=True)) if instead else {key: facts.config.get(key) for key in keys}
+    given = (
+        dict(zip(keys, instead, strict=True))
+        if instead
+        else {key: getattr(facts.config, key) for key in keys}
+    )
     numbers = {key: None if value == AUTO else value for key, value in given.items()}
     request = BatchRequest(
         train=numbers[TRAIN],
@@ -180,7 +186,7 @@ def _batch(facts: Facts, draft: Draft, instead: Sequence[int]) -> Batch:
         least_steps=facts.least_micro_batches,
         wanted_steps=1 if facts.stages == 1 else BUSY * facts.stages,
     )
-    batch, notes = resolve_batch(request, facts.config.where)
+    batch, notes = resolve_batch(request, facts.settings.where)
     draft.resolved += notes
     return batch
 
@@ -236,14 +242,14 @@ def _check_folder(facts: Facts) -> None:
 
 
 def _assemble(facts: Facts, draft: Draft) -> Job:
-    options, config, steps = facts.options, facts.config, known(draft.train_steps)
+    options, settings, steps = facts.options, facts.settings, known(draft.train_steps)
     output_dir, clipping = _output_dir(facts, draft), _clipping(facts, draft)
     bucket = reduce_bucket(facts, known(draft.stages))
     if bucket is not None:
         draft.resolved.append(bucket)
     batch, precision = known(draft.batch), known(draft.precision)
     bucket_size = bucket.value if bucket else None
-    passed = deepspeed_dict(config, batch, precision, clipping, bucket_size, options.log_interval)
+    passed = deepspeed_dict(settings, batch, precision, clipping, bucket_size, options.log_interval)
     return Job(
         options=options,
         world=facts.world,
@@ -252,9 +258,9 @@ def _assemble(facts: Facts, draft: Draft) -> Job:
         batch=batch,
         precision=precision,
         zero_stage=facts.zero_stage,
-        pipeline_schedule=facts.schedule,  # type: ignore[arg-type]
+        pipeline_schedule=facts.schedule,
         stages=known(draft.stages),
-        activation_checkpointing=config.get("activation_checkpointing.mode", "none"),
+        activation_checkpointing=facts.config.activation_checkpointing.mode,
         train_steps=steps,
         eval_interval=_eval_interval(options, steps, draft),
         save_interval=options.save_interval or 0,
@@ -263,8 +269,8 @@ def _assemble(facts: Facts, draft: Draft) -> Job:
         optimizer=known(draft.optimizer),
         output_dir=output_dir,
         deepspeed=passed,
-        monitors=resolved_monitors(config.values, output_dir),
-        json=config.written,
+        monitors=resolved_monitors(settings.values, output_dir),
+        json=settings.written,
         resolved=tuple(draft.resolved),
         problems=tuple(draft.problems),
     )
@@ -277,8 +283,9 @@ def _output_dir(facts: Facts, draft: Draft) -> str:
 
 
 def _clipping(facts: Facts, draft: Draft) -> float:
-    given = facts.config.get("gradient_clipping")
-    return float(draft.note("gradient_clipping", 1.0, "default; 0 turns it off") if given is None else given)
+    clipping = float(facts.config.gradient_clipping)
+    given = facts.settings.given("gradient_clipping")
+    return clipping if given else draft.note("gradient_clipping", clipping, "default; 0 turns it off")
 
 
 def _eval_interval(options: Options, steps: int, draft: Draft) -> int:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from pipeline.base.fields import Undecided
 from pipeline.base.problems import Problem
 from pipeline.job import layout_rules as layout
 from pipeline.job import training_rules as training
 from pipeline.job import zero_rules as zero
 from pipeline.job.facts import Facts
-from pipeline.job.settings import Undecided
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -37,7 +36,7 @@ def _loss_scale(job: Job) -> dict[str, Any]:
         return {}
     given = job.deepspeed["fp16"]
     names = [LOSS_SCALE] if given.get("loss_scale", 0) else [LOSS_SCALE, *DYNAMIC_LOSS_SCALE]
-    return {name: given.get(name.removeprefix("fp16."), json.loads(KEYS[name].default)) for name in names}
+    return {name: given.get(name.removeprefix("fp16."), KEYS[name].default) for name in names}
 
 
 def setting_changes(saved: Mapping[str, Any], job: Job) -> list[str]:

@@ -10,7 +10,13 @@
 
 Names and parameters are DeepSpeed's where it has the schedule. Its off-by-two is not inherited: there, the
 counter is one behind and starts at -1, so that the first two updates have rate 0 and everything comes two
-steps late; its cosine starts one step in and never reaches the peak.
+steps late; its cosine starts one step in and never reaches the peak. Defaults are DeepSpeed's, too, with two
+exceptions: an absent warmup_max_lr is the optimizer's rate in WarmupDecayLR as well (DeepSpeed: 0.001), and
+momentum is not cycled.
+
+The fields of a schedule are its parameters in the JSON. Beside default and meaning they say where the value
+"auto" comes from (`auto`; without, "auto" is refused), and where an absent one does, if not from the default
+(`absent`): see `pipeline.job.scheduler`.
 """
 
 from __future__ import annotations
@@ -18,7 +24,41 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
+
+from pipeline.base.fields import MISSING, Field, Limits, described, fields_of
+
+Rate = Annotated[float, Limits(0)]
+PeakRate = Annotated[float, Limits(0, above=True)]
+Ratio = Annotated[float, Limits(0, 1)]
+Steps = Annotated[int, Limits(0)]
+SomeSteps = Annotated[int, Limits(1)]
+WarmupType = Literal["log", "linear"]
+
+
+def _peak() -> Any:
+    meaning = "Rate at the end of warm-up."
+    return described(meaning=meaning, auto="peak", absent="peak", default_text="optimizer's rate")
+
+
+def _start() -> Any:
+    return described(0.0, "Rate before the first step.", auto="zero")
+
+
+def _warmup(default: Any = 1000, meaning: str = "Steps of warm-up.") -> Any:
+    return described(default, meaning, auto="warmup")
+
+
+def _warmup_type() -> Any:
+    return described("log", "Shape of warm-up.")
+
+
+def _as_first(meaning: str, default: int) -> Any:
+    return described(default, meaning, absent="first_half", default_text="as the first half")
+
+
+def _total() -> Any:
+    return described(meaning="Step at which the decay ends.", auto="train_steps")
 
 
 @dataclass(frozen=True)
@@ -99,10 +139,10 @@ class ConstantLR(LearningRate):
 class WarmupLR(LearningRate):
     """Warm-up from warmup_min_lr to warmup_max_lr over warmup_num_steps steps, then constant."""
 
-    warmup_max_lr: float
-    warmup_num_steps: int
-    warmup_min_lr: float = 0.0
-    warmup_type: str = "log"
+    warmup_max_lr: PeakRate = _peak()
+    warmup_num_steps: Steps = _warmup()
+    warmup_min_lr: Rate = _start()
+    warmup_type: WarmupType = _warmup_type()
     type: ClassVar[str | None] = "WarmupLR"
     rates: ClassVar[tuple[str, ...]] = ("warmup_min_lr", "warmup_max_lr")
 
@@ -118,11 +158,11 @@ class WarmupDecayLR(LearningRate):
     With W = 4 and T = 9 the rates after the peak are 5/6, 4/6, 3/6, 2/6, 1/6 of it.
     """
 
-    warmup_max_lr: float
-    warmup_num_steps: int
-    total_num_steps: int
-    warmup_min_lr: float = 0.0
-    warmup_type: str = "log"
+    warmup_max_lr: PeakRate = _peak()
+    total_num_steps: SomeSteps = _total()
+    warmup_num_steps: Steps = _warmup()
+    warmup_min_lr: Rate = _start()
+    warmup_type: WarmupType = _warmup_type()
     type: ClassVar[str | None] = "WarmupDecayLR"
     rates: ClassVar[tuple[str, ...]] = ("warmup_min_lr", "warmup_max_lr")
 
@@ -141,11 +181,11 @@ class WarmupCosineLR(LearningRate):
     """
 
     lr: float
-    total_num_steps: int
-    warmup_num_steps: int = 1000
-    warmup_min_ratio: float = 0.0
-    cos_min_ratio: float = 0.0001
-    warmup_type: str = "log"
+    total_num_steps: SomeSteps = _total()
+    warmup_num_steps: Steps = _warmup()
+    warmup_min_ratio: Ratio = described(0.0, "Share of the optimizer's rate before the first step.")
+    cos_min_ratio: Ratio = described(0.0001, "Share of the optimizer's rate at the end.")
+    warmup_type: WarmupType = _warmup_type()
     type: ClassVar[str | None] = "WarmupCosineLR"
     rates: ClassVar[tuple[str, ...]] = ("lr",)
 
@@ -165,10 +205,10 @@ class CosineWithFloor(LearningRate):
     that is shorter than the run.
     """
 
-    warmup_max_lr: float
-    warmup_num_steps: int
-    decay_num_steps: int
-    min_lr: float
+    warmup_max_lr: PeakRate = _peak()
+    warmup_num_steps: Steps = _warmup(MISSING, "Steps of linear warm-up.")
+    decay_num_steps: SomeSteps = described(meaning="Steps from the peak to the floor.", auto="rest")
+    min_lr: Rate = described(meaning="The floor.", auto="tenth_of_peak")
     type: ClassVar[str | None] = "CosineWithFloor"
     rates: ClassVar[tuple[str, ...]] = ("min_lr", "warmup_max_lr")
 
@@ -189,12 +229,12 @@ class WSD(LearningRate):
     al. 2024, section 3.2).
     """
 
-    warmup_max_lr: float
-    warmup_num_steps: int
-    decay_num_steps: int
-    total_num_steps: int
-    min_lr: float = 0.0
-    decay_type: str = "linear"
+    warmup_max_lr: PeakRate = _peak()
+    warmup_num_steps: Steps = _warmup(MISSING, "Steps of linear warm-up.")
+    decay_num_steps: SomeSteps = described(meaning="Steps of decay at the end.", auto="fifth")
+    total_num_steps: SomeSteps = _total()
+    min_lr: Rate = described(0.0, "Rate at the end.")
+    decay_type: Literal["linear", "sqrt"] = described("linear", "Shape of the decay.")
     type: ClassVar[str | None] = "WSD"
     rates: ClassVar[tuple[str, ...]] = ("min_lr", "warmup_max_lr")
 
@@ -215,14 +255,14 @@ class OneCycle(LearningRate):
     decay_step_size steps (Smith 2018). A stair count cuts a half into that many equal levels.
     """
 
-    cycle_min_lr: float
-    cycle_max_lr: float
-    cycle_first_step_size: int
-    cycle_second_step_size: int
-    cycle_first_stair_count: int = 0
-    cycle_second_stair_count: int = 0
-    decay_step_size: int = 0
-    decay_lr_rate: float = 0.0
+    cycle_min_lr: Rate = described(meaning="Rate before and after the cycle.")
+    cycle_max_lr: PeakRate = described(meaning="Rate in its middle.", auto="peak")
+    cycle_first_step_size: SomeSteps = described(2000, "Steps up.")
+    cycle_second_step_size: Steps = _as_first("Steps down.", 2000)
+    cycle_first_stair_count: Steps = described(0, "Levels on the way up; 0: smooth.")
+    cycle_second_stair_count: Steps = _as_first("Levels on the way down.", 0)
+    decay_step_size: Steps = described(0, "Steps of one interval of decay after the cycle.")
+    decay_lr_rate: Rate = described(0.0, "After n intervals: cycle_min_lr / (1 + n * this).")
     type: ClassVar[str | None] = "OneCycle"
     rates: ClassVar[tuple[str, ...]] = ("cycle_min_lr", "cycle_max_lr")
 
@@ -249,3 +289,8 @@ def _stairs(position: int, length: int, count: int) -> float:
 SCHEDULES: dict[str, type[LearningRate]] = {
     str(kind.type): kind for kind in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, WSD, CosineWithFloor)
 }
+
+
+def parameters(kind: str) -> dict[str, Field]:
+    """What a ``scheduler`` block of that type may hold, by name."""
+    return {name: field for name, field in fields_of(SCHEDULES[kind]).items() if field.meaning}

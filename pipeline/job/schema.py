@@ -1,71 +1,71 @@
-"""Every key that a DeepSpeed JSON may hold here, as data: type, default, range, and what it does.
+"""Every key that a DeepSpeed JSON may hold here: type, range, default and meaning, in one typed definition.
 
-Names are DeepSpeed's own. A key is in `KEYS` (it acts), in `REMOVED` (DeepSpeed 0.19 dropped it) or in
-`REFUSED` (DeepSpeed knows it, but it would do nothing here or break an invariant; the reason is given).
-Keys of `scheduler.params` depend on the schedule and are described by pipeline/job/schedules.py.
+Names are DeepSpeed's own. Each block of the JSON is a record, and `DeepSpeedConfig` is the whole:
+`config.zero_optimization.stage`. A default is stated here and nowhere else. A key is here (it acts), or in
+`pipeline.job.foreign_keys` (DeepSpeed 0.19 removed it, or it is refused with a reason). Those of
+``scheduler.params`` depend on the schedule: pipeline/job/schedules.py.
+
+    passed          DeepSpeed receives the key as written. Otherwise this pipeline acts on it.
+    zero_stages     ZeRO stages in which the key acts; without: not a matter of the stage.
+    default_text    the default in words, where the run decides (the value is then None or "auto")
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from pipeline.base.fields import AUTO, Auto, Field, Limits, Record, described, fields_of
+from pipeline.job.job import Dtype
 from pipeline.job.schedules import SCHEDULES
 
-Kind = Literal["int", "float", "bool", "str", "object", "numbers", "strings", "partition"]
+Size = Annotated[int, Limits(1)]
+Amount = Annotated[int, Limits(0)]
+Positive = Annotated[float, Limits(0, above=True)]
+NotNegative = Annotated[float, Limits(0)]
+Share = Annotated[float, Limits(0, 1)]
+USUAL = "model's default"
 
 
-@dataclass(frozen=True)
-class Key:
-    """One key.
-
-    Attributes:
-        path: Dotted name from the top of the JSON.
-        kind: Type of the value. ``int`` takes whole floats such as 5e8 as well.
-        default: What holds when it is absent, as the documentation says it.
-        meaning: What it does.
-        low, high: Bounds, inclusive; with `above` the lower one is exclusive.
-        choices: The only values allowed.
-        auto: The string "auto" leaves the value to the run.
-        zero_stages: ZeRO stages in which the key acts; None: not a matter of the stage.
-        passed: DeepSpeed receives it as written. Otherwise this pipeline acts on it.
-    """
-
-    path: str
-    kind: Kind
-    default: str
-    meaning: str
-    low: float | None = None
-    high: float | None = None
-    above: bool = False
-    choices: tuple[Any, ...] = ()
-    auto: bool = False
-    zero_stages: tuple[int, ...] | None = None
-    passed: bool = False
+def _passed(default: Any, meaning: str, **details: Any) -> Any:
+    """A key that DeepSpeed receives."""
+    return described(default, meaning, passed=True, **details)
 
 
-def _block(path: str, meaning: str) -> Key:
-    return Key(path, "object", "absent", meaning)
+def _sharded(default: Any, meaning: str, **details: Any) -> Any:
+    """A key of ZeRO that acts where anything is sharded."""
+    return _passed(default, meaning, zero_stages=(1, 2, 3), **details)
 
 
-def _flag(path: str, default: str, meaning: str, **kwargs: Any) -> Key:
-    return Key(path, "bool", default, meaning, **kwargs)
+def _flat(default: Any, meaning: str, **details: Any) -> Any:
+    """A key of ZeRO that acts where parameters are whole."""
+    return _passed(default, meaning, zero_stages=(1, 2), **details)
 
 
-def _size(path: str, default: str, meaning: str, low: int = 1, **kwargs: Any) -> Key:
-    return Key(path, "int", default, meaning, low=low, **kwargs)
+def _three(default: Any, meaning: str, **details: Any) -> Any:
+    """A key of ZeRO that acts where parameters are sharded."""
+    return _passed(default, meaning, zero_stages=(3,), **details)
 
 
-_DTYPES = ("fp32", "bf16", "fp16")
+@dataclass(frozen=True, slots=True)
+class Bf16(Record):
+    enabled: bool | Auto = described(False, "On. auto: where the device computes bf16 natively.")
+    check_grad_overflow: bool = _passed(True, "Skip a step whose gradient is not finite.")
 
-_BATCH = (
-    _size("train_batch_size", "model's default", "Sequences of the whole job per step.", auto=True),
-    _size("train_micro_batch_size_per_gpu", "derived", "Sequences per forward pass of a replica.", auto=True),
-    _size("gradient_accumulation_steps", "derived", "Micro-batches per step.", auto=True),
-    Key("gradient_clipping", "float", "1.0", "Largest norm of the full gradient; 0 turns it off.", low=0),
-)
 
-# They act with a dynamic loss scale only.
+@dataclass(frozen=True, slots=True)
+class Fp16(Record):
+    enabled: bool = _passed(False, "On.")
+    loss_scale: NotNegative = _passed(0, "Fixed loss scale; 0: dynamic.")
+    initial_scale_power: Amount = _passed(16, "The dynamic scale starts at 2 ** this.")
+    loss_scale_window: Size = _passed(1000, "Steps without overflow before the scale doubles.")
+    hysteresis: Size = _passed(2, "Overflows before the scale halves.")
+    consecutive_hysteresis: bool = _passed(False, "Refill hysteresis after a good step.")
+    min_loss_scale: Size = _passed(1, "Smallest dynamic scale.")
+
+
+# Keys of fp16 that act with a dynamic loss scale only.
 DYNAMIC_LOSS_SCALE = (
     "fp16.initial_scale_power",
     "fp16.loss_scale_window",
@@ -74,179 +74,261 @@ DYNAMIC_LOSS_SCALE = (
     "fp16.min_loss_scale",
 )
 
-_PRECISION = (
-    _block("bf16", "bfloat16 weights and activations with fp32 master weights."),
-    _flag("bf16.enabled", "false", "On. auto: where the device computes bf16 natively.", auto=True),
-    _flag("bf16.check_grad_overflow", "true", "Skip a step whose gradient is not finite.", passed=True),
-    _block("fp16", "float16 with loss scaling (CUDA only)."),
-    _flag("fp16.enabled", "false", "On.", passed=True),
-    Key("fp16.loss_scale", "float", "0", "Fixed loss scale; 0: dynamic.", low=0, passed=True),
-    _size("fp16.initial_scale_power", "16", "The dynamic scale starts at 2 ** this.", low=0, passed=True),
-    _size("fp16.loss_scale_window", "1000", "Steps without overflow before the scale doubles.", passed=True),
-    _size("fp16.hysteresis", "2", "Overflows before the scale halves.", passed=True),
-    _flag("fp16.consecutive_hysteresis", "false", "Refill hysteresis after a good step.", passed=True),
-    _size("fp16.min_loss_scale", "1", "Smallest dynamic scale.", passed=True),
-    _block("data_types", "Number formats beside the weights'."),
-    Key("data_types.grad_accum_dtype", "str", "fp32 (fp16 for fp16)", "Format in which gradients of "
-        "micro-batches are summed.", choices=_DTYPES),
-    Key("communication_data_type", "str", "as grad_accum_dtype", "Format of the gradient reduction.",
-        choices=_DTYPES, passed=True),
-)  # fmt: skip
 
-_OPTIMIZER = (
-    _block("optimizer", "torch's optimizer. Absent: AdamW with the model's defaults."),
-    Key("optimizer.type", "str", "AdamW", "Optimizer.", choices=("AdamW", "Adam", "SGD")),
-    _block("optimizer.params", "Its arguments."),
-    Key("optimizer.params.lr", "float", "model's default", "Peak learning rate.", low=0, above=True,
-        auto=True),
-    Key("optimizer.params.betas", "numbers", "model's default", "Adam's two decay rates, each in [0, 1).",
-        low=0, high=1, auto=True),
-    Key("optimizer.params.eps", "float", "1e-8", "Adam's epsilon.", low=0, above=True, auto=True),
-    Key("optimizer.params.weight_decay", "float", "model's default", "Weight decay of matrices; norms "
-        "and biases have none.", low=0, auto=True),
-    _flag("optimizer.params.adam_w_mode", "true", "false makes Adam add weight decay to the gradient (L2)."),
-    Key("optimizer.params.momentum", "float", "0", "SGD's momentum.", low=0, high=1),
-    _flag("optimizer.params.nesterov", "false", "SGD with Nesterov momentum."),
-    _flag("optimizer.params.fused", "true", "torch's fused kernel; false: its for-each kernels."),
-    _flag("optimizer.params.torch_adam", "true", "Only true: torch's Adam is always the one used."),
-    _block("scheduler", "Learning rate as a function of the step. Absent: constant."),
-    Key("scheduler.type", "str", "required", "Name of the schedule.", choices=tuple(SCHEDULES)),
-    _block("scheduler.params", "Its parameters, listed per schedule below."),
-    _block("lr_scaling", "Scale the learning rate with the batch."),
-    Key("lr_scaling.rule", "str", "none", "lr times (train batch / base batch), to the power 1 or 1/2.",
-        choices=("none", "linear", "sqrt")),
-    _size("lr_scaling.base_batch_size", "required", "Sequences per step for which lr is meant."),
-)  # fmt: skip
-
-_LAYOUT = (
-    _block("pipeline", "Pipeline parallelism."),
-    _size("pipeline.stages", "1", "Stages."),
-    Key("pipeline.partition", "partition", "parameters", "How layers are dealt to stages: parameters, "
-        "uniform, or a list with the number of layers of each stage (of each half stage for dualpipev). "
-        "Layers are embedding, positions, blocks, norm, output."),
-    Key("pipeline.schedule", "str", "1f1b", "1f1b, or dualpipev (two chunks of layers per stage).",
-        choices=("1f1b", "dualpipev")),
-    _block("tensor_parallel", "Tensor slicing inside layers."),
-    _size("tensor_parallel.autotp_size", "1", "Ranks that share each weight matrix."),
-    _size("sequence_parallel_size", "1", "Ranks that share each sequence (Ulysses)."),
-    _block("activation_checkpointing", "Recompute activations in the backward pass."),
-    Key("activation_checkpointing.mode", "str", "none", "none, full (each block) or selective (attention).",
-        choices=("none", "full", "selective")),
-)  # fmt: skip
-
-
-def _zero(name: str, kind: Kind, default: str, meaning: str, stages: tuple[int, ...], **kwargs: Any) -> Key:
-    return Key(f"zero_optimization.{name}", kind, default, meaning, zero_stages=stages, passed=True, **kwargs)
-
-
-_SHARDED, _FLAT, _THREE = (1, 2, 3), (1, 2), (3,)
-
-_ZERO = (
-    _block("zero_optimization", "ZeRO: what is sharded over the data and sequence ranks."),
-    Key("zero_optimization.stage", "int", "0", "0 nothing, 1 optimizer state, 2 and gradients, 3 and "
-        "parameters.", low=0, high=3),
-    _zero("contiguous_gradients", "bool", "true", "Copy gradients to one buffer.", _SHARDED),
-    _zero("reduce_scatter", "bool", "true", "Reduce-scatter instead of all-reduce.", _SHARDED),
-    _zero("reduce_bucket_size", "int", "a rank's parameters, at most 5e8, on CPUs 1e6",
-          "Elements reduced at a time.", _SHARDED, low=1),
-    _zero("use_multi_rank_bucket_allreduce", "bool", "true", "One reduction for several ranks' buckets.",
-          _FLAT),
-    _zero("allgather_bucket_size", "int", "5e8", "Elements gathered at a time.", _FLAT, low=1),
-    _zero("overlap_comm", "bool", "true at stage 3", "Reduce while the backward pass goes on.", _SHARDED),
-    _zero("ignore_unused_parameters", "bool", "true", "Accept parameters without gradient.", (2,)),
-    _zero("round_robin_gradients", "bool", "false", "Spread offloaded gradient copies over ranks.", _FLAT),
-    _zero("parameter_alignment", "bool", "false", "Align parameters to 16 bytes in flat buffers.", _FLAT),
-    _zero("sub_group_size", "int", "1e9", "Elements updated at a time.", _THREE, low=1),
-    _zero("stage3_prefetch_bucket_size", "int", "5e7", "Elements fetched ahead.", _THREE, low=0),
-    _zero("stage3_param_persistence_threshold", "int", "1e5", "Smaller ones stay whole.", _THREE, low=0),
-    _zero("stage3_model_persistence_threshold", "int", "unlimited", "Elements that may stay whole in all.",
-          _THREE, low=0),
-    _zero("stage3_max_live_parameters", "int", "1e9", "Elements resident before release.", _THREE, low=0),
-    _zero("stage3_max_reuse_distance", "int", "1e9", "Keep a parameter used again within this.", _THREE,
-          low=0),
-    _zero("stage3_module_granularity_threshold", "int", "0", "Fetch modules finer than this as one.", _THREE,
-          low=0),
-    _zero("stage3_use_all_reduce_for_fetch_params", "bool", "false", "Fetch with all-reduce.", _THREE),
-    _zero("stage3_allgather_sequential", "bool", "false", "Fetch parameters one by one: less memory.",
-          _THREE),
-    _zero("zero_hpz_partition_size", "int", "1", "Ranks of the second, in-host shard of weights (ZeRO++).",
-          _THREE, low=1),
-    _zero("log_trace_cache_warnings", "bool", "false", "Log when the fetch trace is invalid.", _THREE),
-    _zero("enable_sanity_checks", "bool", "false", "DeepSpeed's internal checks.", _THREE),
-    _zero("offload_optimizer", "object", "absent", "Optimizer state off the GPU.", _SHARDED),
-    _zero("offload_optimizer.device", "str", "none", "Where to.", _SHARDED, choices=("none", "cpu", "nvme")),
-    _zero("offload_optimizer.nvme_path", "str", "absent", "Folder on the NVMe drive.", _THREE),
-    _zero("offload_optimizer.buffer_count", "int", "4", "NVMe buffers; at least 4 for Adam.", _THREE, low=1),
-    _zero("offload_optimizer.pin_memory", "bool", "true", "Page-locked host memory.", _SHARDED),
-    _zero("offload_optimizer.pipeline_read", "bool", "false", "Read the next NVMe tile early.", _THREE),
-    _zero("offload_optimizer.pipeline_write", "bool", "false", "Write the last NVMe tile late.", _THREE),
-    _zero("offload_optimizer.fast_init", "bool", "false", "Quicker NVMe start.", _THREE),
-    _zero("offload_optimizer.ratio", "float", "1.0", "Share of optimizer state offloaded.", _THREE, low=0,
-          high=1),
-    _zero("offload_param", "object", "absent", "Parameters off the GPU.", _THREE),
-    _zero("offload_param.device", "str", "none", "Where to.", _THREE, choices=("none", "cpu", "nvme")),
-    _zero("offload_param.nvme_path", "str", "absent", "Folder on the NVMe drive.", _THREE),
-    _zero("offload_param.buffer_count", "int", "5", "NVMe buffers.", _THREE, low=1),
-    _zero("offload_param.buffer_size", "int", "1e8", "Elements per NVMe buffer.", _THREE, low=1),
-    _zero("offload_param.max_in_cpu", "int", "1e9", "Elements kept in host memory with NVMe.", _THREE, low=0),
-    _zero("offload_param.pin_memory", "bool", "true", "Page-locked host memory.", _THREE),
-    Key("aio", "object", "absent", "Asynchronous I/O of NVMe offload.", passed=True),
-    _size("aio.block_size", "1048576", "Bytes per request.", passed=True),
-    _size("aio.queue_depth", "8", "Requests in flight.", passed=True),
-    _size("aio.intra_op_parallelism", "1", "Threads.", passed=True),
-    _flag("aio.single_submit", "false", "Submit requests one by one.", passed=True),
-    _flag("aio.overlap_events", "true", "Submit and wait at once.", passed=True),
-)  # fmt: skip
-
-
-def _monitor(name: str, what: str, *texts: tuple[str, str, str]) -> tuple[Key, ...]:
-    return (
-        _block(name, what),
-        _flag(f"{name}.enabled", "false", "On."),
-        *(Key(f"{name}.{text}", "str", default, meaning) for text, default, meaning in texts),
+@dataclass(frozen=True, slots=True)
+class DataTypes(Record):
+    grad_accum_dtype: Dtype | None = described(
+        None, "Format in which gradients of micro-batches are summed.", default_text="fp32 (fp16 for fp16)"
     )
 
 
-_REPORTS = (
-    *_monitor("tensorboard", "TensorBoard files.",
-              ("output_path", "<output_dir>/tensorboard", "Folder."),
-              ("job_name", "DeepSpeedJobName", "Folder inside it.")),
-    *_monitor("wandb", "Weights & Biases.", ("group", "absent", "Group of runs."),
-              ("team", "absent", "Team."), ("project", "deepspeed", "Project.")),
-    *_monitor("csv_monitor", "CSV files.", ("output_path", "<output_dir>/csv_monitor", "Folder."),
-              ("job_name", "DeepSpeedJobName", "Folder inside it.")),
-    *_monitor("comet", "Comet.", ("project", "absent", "Project."), ("workspace", "absent", "Workspace."),
-              ("api_key", "Comet's own configuration", "Key; better left to Comet's configuration file."),
-              ("experiment_name", "absent", "Name."), ("experiment_key", "absent", "Existing experiment.")),
-    Key("comet.mode", "str", "get_or_create", "Continue an experiment, or begin one.",
-        choices=("get", "create", "get_or_create")),
-    _size("comet.samples_log_interval", "100", "Samples between records."),
-    _flag("comet.online", "true", "false keeps an offline record."),
-    _size("steps_per_print", "never", "Steps between DeepSpeed's own lines (ours: --log_interval).",
-          passed=True),
-    _flag("wall_clock_breakdown", "false", "DeepSpeed's timers per phase, every steps_per_print (else "
-          "--log_interval) steps.", passed=True),
-    _flag("memory_breakdown", "false", "DeepSpeed's memory lines at start-up.", passed=True),
-    _flag("dump_state", "false", "DeepSpeed prints its configuration at start-up.", passed=True),
-    Key("comms_logger", "object", "absent", "DeepSpeed's log of collectives.", passed=True),
-    _flag("comms_logger.enabled", "false", "On.", passed=True),
-    _flag("comms_logger.verbose", "false", "A line for each collective.", passed=True),
-    _flag("comms_logger.prof_all", "true", "All collectives.", passed=True),
-    Key("comms_logger.prof_ops", "strings", "[]", "Names of collectives, with prof_all off.", passed=True),
-    _flag("comms_logger.debug", "false", "Name the caller.", passed=True),
-    _flag("disable_python_gc", "false", "No garbage collection while training.", passed=True),
-)  # fmt: skip
+@dataclass(frozen=True, slots=True)
+class OptimizerParams(Record):
+    lr: Positive | Auto = described(AUTO, "Peak learning rate.", default_text=USUAL)
+    betas: Annotated[list[float], Limits(0, 1)] | Auto = described(
+        AUTO, "Adam's two decay rates, each in [0, 1).", default_text=USUAL
+    )
+    eps: Positive | Auto = described(1e-8, "Adam's epsilon.")
+    weight_decay: NotNegative | Auto = described(
+        AUTO, "Weight decay of matrices; norms and biases have none.", default_text=USUAL
+    )
+    adam_w_mode: bool = described(True, "false makes Adam add weight decay to the gradient (L2).")
+    momentum: Share = described(0, "SGD's momentum.")
+    nesterov: bool = described(False, "SGD with Nesterov momentum.")
+    fused: bool = described(True, "torch's fused kernel; false: its for-each kernels.")
+    torch_adam: bool = described(True, "Only true: torch's Adam is always the one used.")
 
-KEYS: dict[str, Key] = {
-    key.path: key for key in (*_BATCH, *_PRECISION, *_OPTIMIZER, *_LAYOUT, *_ZERO, *_REPORTS)
-}
+
+@dataclass(frozen=True, slots=True)
+class Optimizer(Record):
+    type: Literal["AdamW", "Adam", "SGD"] = described("AdamW", "Optimizer.")
+    params: OptimizerParams = described(OptimizerParams, "Its arguments.")
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduler(Record):
+    type: Annotated[str, Limits(choices=tuple(SCHEDULES))] | None = described(
+        None, "Name of the schedule.", default_text="required"
+    )
+    params: dict[str, Any] = described(
+        {}, "Its parameters, listed per schedule below.", default_text="absent"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LrScaling(Record):
+    rule: Literal["none", "linear", "sqrt"] = described(
+        "none", "lr times (train batch / base batch), to the power 1 or 1/2."
+    )
+    base_batch_size: Size | None = described(
+        None, "Sequences per step for which lr is meant.", default_text="required"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline(Record):
+    stages: Size = described(1, "Stages.")
+    partition: Literal["parameters", "uniform"] | list[int] = described(
+        "parameters",
+        "How layers are dealt to stages: parameters, uniform, or a list with the number of layers of each "
+        "stage (of each half stage for dualpipev). Layers are embedding, positions, blocks, norm, output.",
+    )
+    schedule: Literal["1f1b", "dualpipev"] = described(
+        "1f1b", "1f1b, or dualpipev (two chunks of layers per stage)."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel(Record):
+    autotp_size: Size = described(1, "Ranks that share each weight matrix.")
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationCheckpointing(Record):
+    mode: Literal["none", "full", "selective"] = described(
+        "none", "none, full (each block) or selective (attention)."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadOptimizer(Record):
+    device: Literal["none", "cpu", "nvme"] = _sharded("none", "Where to.")
+    nvme_path: str | None = _three(None, "Folder on the NVMe drive.")
+    buffer_count: Size = _three(4, "NVMe buffers; at least 4 for Adam.")
+    pin_memory: bool = _sharded(True, "Page-locked host memory.")
+    pipeline_read: bool = _three(False, "Read the next NVMe tile early.")
+    pipeline_write: bool = _three(False, "Write the last NVMe tile late.")
+    fast_init: bool = _three(False, "Quicker NVMe start.")
+    ratio: Share = _three(1.0, "Share of optimizer state offloaded.")
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadParam(Record):
+    device: Literal["none", "cpu", "nvme"] = _three("none", "Where to.")
+    nvme_path: str | None = _three(None, "Folder on the NVMe drive.")
+    buffer_count: Size = _three(5, "NVMe buffers.")
+    buffer_size: Size = _three(100_000_000, "Elements per NVMe buffer.")
+    max_in_cpu: Amount = _three(1_000_000_000, "Elements kept in host memory with NVMe.")
+    pin_memory: bool = _three(True, "Page-locked host memory.")
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroOptimization(Record):
+    stage: Annotated[int, Limits(0, 3)] = described(
+        0, "0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters."
+    )
+    contiguous_gradients: bool = _sharded(True, "Copy gradients to one buffer.")
+    reduce_scatter: bool = _sharded(True, "Reduce-scatter instead of all-reduce.")
+    reduce_bucket_size: Size | None = _sharded(
+        None,
+        "Elements reduced at a time.",
+        default_text="a rank's parameters, at most 5e8, on CPUs 1e6",
+    )
+    use_multi_rank_bucket_allreduce: bool = _flat(True, "One reduction for several ranks' buckets.")
+    allgather_bucket_size: Size = _flat(500_000_000, "Elements gathered at a time.")
+    overlap_comm: bool | None = _sharded(
+        None, "Reduce while the backward pass goes on.", default_text="true at stage 3"
+    )
+    ignore_unused_parameters: bool = _passed(True, "Accept parameters without gradient.", zero_stages=(2,))
+    round_robin_gradients: bool = _flat(False, "Spread offloaded gradient copies over ranks.")
+    parameter_alignment: bool = _flat(False, "Align parameters to 16 bytes in flat buffers.")
+    sub_group_size: Size = _three(1_000_000_000, "Elements updated at a time.")
+    stage3_prefetch_bucket_size: Amount = _three(50_000_000, "Elements fetched ahead.")
+    stage3_param_persistence_threshold: Amount = _three(100_000, "Smaller ones stay whole.")
+    stage3_model_persistence_threshold: Amount | None = _three(
+        None, "Elements that may stay whole in all.", default_text="unlimited"
+    )
+    stage3_max_live_parameters: Amount = _three(1_000_000_000, "Elements resident before release.")
+    stage3_max_reuse_distance: Amount = _three(1_000_000_000, "Keep a parameter used again within this.")
+    stage3_module_granularity_threshold: Amount = _three(0, "Fetch modules finer than this as one.")
+    stage3_use_all_reduce_for_fetch_params: bool = _three(False, "Fetch with all-reduce.")
+    stage3_allgather_sequential: bool = _three(False, "Fetch parameters one by one: less memory.")
+    zero_hpz_partition_size: Size = _three(1, "Ranks of the second, in-host shard of weights (ZeRO++).")
+    log_trace_cache_warnings: bool = _three(False, "Log when the fetch trace is invalid.")
+    enable_sanity_checks: bool = _three(False, "DeepSpeed's internal checks.")
+    offload_optimizer: OffloadOptimizer = _sharded(OffloadOptimizer, "Optimizer state off the GPU.")
+    offload_param: OffloadParam = _three(OffloadParam, "Parameters off the GPU.")
+
+
+@dataclass(frozen=True, slots=True)
+class Aio(Record):
+    block_size: Size = _passed(1_048_576, "Bytes per request.")
+    queue_depth: Size = _passed(8, "Requests in flight.")
+    intra_op_parallelism: Size = _passed(1, "Threads.")
+    single_submit: bool = _passed(False, "Submit requests one by one.")
+    overlap_events: bool = _passed(True, "Submit and wait at once.")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorBoard(Record):
+    enabled: bool = described(False, "On.")
+    output_path: str | None = described(None, "Folder.", default_text="<output_dir>/tensorboard")
+    job_name: str = described("DeepSpeedJobName", "Folder inside it.")
+
+
+@dataclass(frozen=True, slots=True)
+class CsvMonitor(Record):
+    enabled: bool = described(False, "On.")
+    output_path: str | None = described(None, "Folder.", default_text="<output_dir>/csv_monitor")
+    job_name: str = described("DeepSpeedJobName", "Folder inside it.")
+
+
+@dataclass(frozen=True, slots=True)
+class Wandb(Record):
+    enabled: bool = described(False, "On.")
+    group: str | None = described(None, "Group of runs.")
+    team: str | None = described(None, "Team.")
+    project: str = described("deepspeed", "Project.")
+
+
+@dataclass(frozen=True, slots=True)
+class Comet(Record):
+    enabled: bool = described(False, "On.")
+    project: str | None = described(None, "Project.")
+    workspace: str | None = described(None, "Workspace.")
+    api_key: str | None = described(
+        None,
+        "Key; better left to Comet's configuration file.",
+        default_text="Comet's own configuration",
+    )
+    experiment_name: str | None = described(None, "Name.")
+    experiment_key: str | None = described(None, "Existing experiment.")
+    mode: Literal["get", "create", "get_or_create"] = described(
+        "get_or_create", "Continue an experiment, or begin one."
+    )
+    samples_log_interval: Size = described(100, "Samples between records.")
+    online: bool = described(True, "false keeps an offline record.")
+
+
+@dataclass(frozen=True, slots=True)
+class CommsLogger(Record):
+    enabled: bool = _passed(False, "On.")
+    verbose: bool = _passed(False, "A line for each collective.")
+    prof_all: bool = _passed(True, "All collectives.")
+    prof_ops: list[str] = _passed([], "Names of collectives, with prof_all off.")
+    debug: bool = _passed(False, "Name the caller.")
+
+
+@dataclass(frozen=True, slots=True)
+class DeepSpeedConfig(Record):
+    train_batch_size: Size | Auto | None = described(
+        None, "Sequences of the whole job per step.", default_text=USUAL
+    )
+    train_micro_batch_size_per_gpu: Size | Auto | None = described(
+        None, "Sequences per forward pass of a replica.", default_text="derived"
+    )
+    gradient_accumulation_steps: Size | Auto | None = described(
+        None, "Micro-batches per step.", default_text="derived"
+    )
+    gradient_clipping: NotNegative = described(1.0, "Largest norm of the full gradient; 0 turns it off.")
+    bf16: Bf16 = described(Bf16, "bfloat16 weights and activations with fp32 master weights.")
+    fp16: Fp16 = described(Fp16, "float16 with loss scaling (CUDA only).")
+    data_types: DataTypes = described(DataTypes, "Number formats beside the weights'.")
+    communication_data_type: Dtype | None = _passed(
+        None, "Format of the gradient reduction.", default_text="as grad_accum_dtype"
+    )
+    optimizer: Optimizer = described(Optimizer, "torch's optimizer. Absent: AdamW with the model's defaults.")
+    scheduler: Scheduler = described(Scheduler, "Learning rate as a function of the step. Absent: constant.")
+    lr_scaling: LrScaling = described(LrScaling, "Scale the learning rate with the batch.")
+    pipeline: Pipeline = described(Pipeline, "Pipeline parallelism.")
+    tensor_parallel: TensorParallel = described(TensorParallel, "Tensor slicing inside layers.")
+    sequence_parallel_size: Size = described(1, "Ranks that share each sequence (Ulysses).")
+    activation_checkpointing: ActivationCheckpointing = described(
+        ActivationCheckpointing, "Recompute activations in the backward pass."
+    )
+    zero_optimization: ZeroOptimization = described(
+        ZeroOptimization, "ZeRO: what is sharded over the data and sequence ranks."
+    )
+    aio: Aio = _passed(Aio, "Asynchronous I/O of NVMe offload.")
+    tensorboard: TensorBoard = described(TensorBoard, "TensorBoard files.")
+    wandb: Wandb = described(Wandb, "Weights & Biases.")
+    csv_monitor: CsvMonitor = described(CsvMonitor, "CSV files.")
+    comet: Comet = described(Comet, "Comet.")
+    steps_per_print: Size | None = _passed(
+        None, "Steps between DeepSpeed's own lines (ours: --log_interval).", default_text="never"
+    )
+    wall_clock_breakdown: bool = _passed(
+        False, "DeepSpeed's timers per phase, every steps_per_print (else --log_interval) steps."
+    )
+    memory_breakdown: bool = _passed(False, "DeepSpeed's memory lines at start-up.")
+    dump_state: bool = _passed(False, "DeepSpeed prints its configuration at start-up.")
+    comms_logger: CommsLogger = _passed(CommsLogger, "DeepSpeed's log of collectives.")
+    disable_python_gc: bool = _passed(False, "No garbage collection while training.")
+
+
+def _flattened(record: type, block: str = "") -> Iterator[tuple[str, Field]]:
+    for name, field in fields_of(record).items():
+        path = f"{block}.{name}" if block else name
+        yield path, field
+        if field.block is not None:
+            yield from _flattened(field.block, path)
+
+
+# Every key by its dotted name.
+KEYS: dict[str, Field] = dict(_flattened(DeepSpeedConfig))
 
 
 def children(block: str) -> tuple[str, ...]:
     """Names directly inside a block; "" is the top of the file."""
-    prefix = f"{block}." if block else ""
-    return tuple(
-        path[len(prefix) :]
-        for path in KEYS
-        if path.startswith(prefix) and path != block and "." not in path[len(prefix) :]
-    )
+    inside = KEYS[block].block if block else DeepSpeedConfig
+    return tuple(fields_of(inside)) if inside else ()

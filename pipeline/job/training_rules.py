@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from pipeline.base.fields import AUTO
 from pipeline.base.problems import Problem
 from pipeline.base.user_input import is_file
 from pipeline.data.inputs import kind_of, token_prefix
 from pipeline.job.data_sources import known_sources, source_problems
 from pipeline.job.facts import Facts
 from pipeline.job.monitors import MONITORS
-from pipeline.job.validate import AUTO
 
 _PARAMETERS_OF = {
     "AdamW": frozenset({"lr", "weight_decay", "fused", "betas", "eps", "torch_adam"}),
@@ -32,60 +32,59 @@ _SWITCHES = {
 
 def switches(f: Facts) -> Iterable[Problem]:
     for block, switch in _SWITCHES.items():
-        if f.config.given(block) and f.config.absent(f"{block}.{switch}"):
+        if f.settings.given(block) and f.settings.absent(f"{block}.{switch}"):
             rule = f"does nothing without {switch}"
-            yield f.config.problem(block, rule, f"Set {block}.{switch}, or remove the block")
+            yield f.settings.problem(block, rule, f"Set {block}.{switch}, or remove the block")
 
 
 def logged_collectives(f: Facts) -> Iterable[Problem]:
-    if f.config.given("comms_logger.prof_ops") and f.config.get("comms_logger.prof_all", True):
+    if f.settings.given("comms_logger.prof_ops") and f.config.comms_logger.prof_all:
         rule = "chooses nothing while prof_all is true, which is its default"
-        yield f.config.problem("comms_logger.prof_ops", rule, "Set comms_logger.prof_all to false")
+        yield f.settings.problem("comms_logger.prof_ops", rule, "Set comms_logger.prof_all to false")
 
 
 def optimizer_parameters(f: Facts) -> Iterable[Problem]:
-    for name in f.config.get("optimizer.params", {}):
+    for name in f.settings.names("optimizer.params"):
         key = f"optimizer.params.{name}"
         if name not in _PARAMETERS_OF[f.optimizer]:
             owners = [kind for kind, names in _PARAMETERS_OF.items() if name in names]
             remedy = f"Remove it, or use {' or '.join(owners)}"
-            yield f.config.problem(key, f"is not a parameter of {f.optimizer}", remedy)
+            yield f.settings.problem(key, f"is not a parameter of {f.optimizer}", remedy)
 
 
 def torch_adam(f: Facts) -> Iterable[Problem]:
     key = "optimizer.params.torch_adam"
-    if f.config.get(key, True) is False:
-        yield f.config.problem(key, "torch's Adam is the one used: it needs no compiler", "Remove it")
+    if not f.config.optimizer.params.torch_adam:
+        yield f.settings.problem(key, "torch's Adam is the one used: it needs no compiler", "Remove it")
 
 
 def sgd_rate(f: Facts) -> Iterable[Problem]:
     key = "optimizer.params.lr"
-    if f.optimizer == "SGD" and f.config.get(key, AUTO) == AUTO:
-        yield f.config.problem(
+    if f.optimizer == "SGD" and f.config.optimizer.params.lr == AUTO:
+        yield f.settings.problem(
             key, "the model's usual rate is meant for AdamW", "Give a number for SGD", AUTO
         )
 
 
 def betas(f: Facts) -> Iterable[Problem]:
-    betas = f.config.get("optimizer.params.betas")
+    betas = f.config.optimizer.params.betas
     if isinstance(betas, list) and (len(betas) != 2 or max(betas, default=0) >= 1):
-        yield f.config.problem("optimizer.params.betas", "must be two numbers below 1", "Use [0.9, 0.95]")
+        yield f.settings.problem("optimizer.params.betas", "must be two numbers below 1", "Use [0.9, 0.95]")
 
 
 def nesterov(f: Facts) -> Iterable[Problem]:
-    if f.config.get("optimizer.params.nesterov", False) and not f.config.get("optimizer.params.momentum", 0):
-        yield f.config.problem("optimizer.params.nesterov", "needs momentum above 0", "Set momentum")
+    if f.config.optimizer.params.nesterov and not f.config.optimizer.params.momentum:
+        yield f.settings.problem("optimizer.params.nesterov", "needs momentum above 0", "Set momentum")
 
 
 def lr_scaling(f: Facts) -> Iterable[Problem]:
-    rule = f.config.get("lr_scaling.rule", "none")
-    base = f.config.get("lr_scaling.base_batch_size")
+    rule, base = f.config.lr_scaling.rule, f.config.lr_scaling.base_batch_size
     if rule != "none" and base is None:
         remedy = "Set it to the batch for which lr was chosen"
-        yield f.config.problem("lr_scaling.base_batch_size", f"is needed by rule {rule}", remedy)
+        yield f.settings.problem("lr_scaling.base_batch_size", f"is needed by rule {rule}", remedy)
     if rule == "none" and base is not None:
         remedy = "Set lr_scaling.rule to linear or sqrt, or remove it"
-        yield f.config.problem("lr_scaling.base_batch_size", "does nothing with rule none", remedy)
+        yield f.settings.problem("lr_scaling.base_batch_size", "does nothing with rule none", remedy)
 
 
 def one_length(f: Facts) -> Iterable[Problem]:

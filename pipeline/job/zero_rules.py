@@ -16,33 +16,34 @@ ACCUMULATION = "data_types.grad_accum_dtype"
 def zero_pipeline(f: Facts) -> Iterable[Problem]:
     if f.zero_stage >= 2 and f.stages > 1:
         rule = f"must be 0 or 1 with {f.stages} pipeline stages"
-        yield f.config.problem(STAGE, rule, "Use stage 0 or 1, or one pipeline stage", f.zero_stage)
+        yield f.settings.problem(STAGE, rule, "Use stage 0 or 1, or one pipeline stage", f.zero_stage)
 
 
 def zero_keys(f: Facts) -> Iterable[Problem]:
-    for key in KEYS.values():
-        if key.zero_stages is None or not f.config.given(key.path) or f.zero_stage in key.zero_stages:
+    for path, key in KEYS.items():
+        acts = key.details.get("zero_stages")
+        if acts is None or key.block or not f.settings.given(path) or f.zero_stage in acts:
             continue
-        if key.kind == "object":
+        if key.name == "device" and f.settings.value(path) == "none":
             continue
-        if key.path.endswith(".device") and f.config.get(key.path) == "none":
-            continue
-        rule = f"acts at ZeRO stage {listed(key.zero_stages)}, and the stage is {f.zero_stage}"
-        yield f.config.problem(key.path, rule, "Remove it, or change zero_optimization.stage")
+        rule = f"acts at ZeRO stage {listed(acts)}, and the stage is {f.zero_stage}"
+        yield f.settings.problem(path, rule, "Remove it, or change zero_optimization.stage")
 
 
 def nvme(f: Facts) -> Iterable[Problem]:
     for block in ("offload_optimizer", "offload_param"):
         path = f"zero_optimization.{block}"
         device = f.offload_device(block)
-        if device == "nvme" and f.config.absent(f"{path}.nvme_path"):
-            yield f.config.problem(f"{path}.device", "needs nvme_path beside it", f"Set {path}.nvme_path")
+        if device == "nvme" and f.settings.absent(f"{path}.nvme_path"):
+            yield f.settings.problem(f"{path}.device", "needs nvme_path beside it", f"Set {path}.nvme_path")
         if device == "nvme" and f.zero_stage in (1, 2):
-            yield f.config.problem(f"{path}.device", "nvme needs ZeRO stage 3", "Use cpu, or stage 3")
+            yield f.settings.problem(f"{path}.device", "nvme needs ZeRO stage 3", "Use cpu, or stage 3")
         for name in ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pipeline_read",
                      "pipeline_write", "fast_init"):  # fmt: skip
-            if device != "nvme" and f.config.given(f"{path}.{name}"):
-                yield f.config.problem(f"{path}.{name}", f"acts with device nvme, not {device}", "Remove it")
+            if device != "nvme" and f.settings.given(f"{path}.{name}"):
+                yield f.settings.problem(
+                    f"{path}.{name}", f"acts with device nvme, not {device}", "Remove it"
+                )
 
 
 def async_save(f: Facts) -> Iterable[Problem]:
@@ -53,34 +54,37 @@ def async_save(f: Facts) -> Iterable[Problem]:
 
 def aio(f: Facts) -> Iterable[Problem]:
     used = "nvme" in (f.offload_device("offload_optimizer"), f.offload_device("offload_param"))
-    if f.config.get("aio") is not None and not used:
-        yield f.config.problem("aio", "acts with offload to nvme only", "Remove it")
+    if f.settings.value("aio") is not None and not used:
+        yield f.settings.problem("aio", "acts with offload to nvme only", "Remove it")
 
 
 def offload_ratio(f: Facts) -> Iterable[Problem]:
     key = "zero_optimization.offload_optimizer.ratio"
-    if f.config.get(key, 1.0) < 1.0 and f.offload_device("offload_optimizer") != "cpu":
-        yield f.config.problem(key, "acts with device cpu", "Set device to cpu, or remove it")
+    if (
+        f.config.zero_optimization.offload_optimizer.ratio < 1
+        and f.offload_device("offload_optimizer") != "cpu"
+    ):
+        yield f.settings.problem(key, "acts with device cpu", "Set device to cpu, or remove it")
 
 
 def overlap_pipeline(f: Facts) -> Iterable[Problem]:
     key = "zero_optimization.overlap_comm"
-    if f.stages > 1 and f.config.get(key, False):
+    if f.stages > 1 and f.config.zero_optimization.overlap_comm:
         rule = f"is not possible with {f.stages} pipeline stages"
-        yield f.config.problem(key, rule, "Set it to false, or use one stage")
+        yield f.settings.problem(key, rule, "Set it to false, or use one stage")
 
 
 def second_shard(f: Facts) -> Iterable[Problem]:
     """DeepSpeed takes consecutive ranks of the world as a group; with tensor ranks these are neighbours that
     hold slices of different weights, and gathering them would mix the slices."""
     key = "zero_optimization.zero_hpz_partition_size"
-    size = f.config.get(key, 1)
+    size = f.config.zero_optimization.zero_hpz_partition_size
     if size > 1 and f.tensor > 1:
         rule = f"excludes tensor parallelism, and the tensor size is {f.tensor}"
-        yield f.config.problem(key, rule, "Remove it, or set tensor_parallel.autotp_size to 1")
+        yield f.settings.problem(key, rule, "Remove it, or set tensor_parallel.autotp_size to 1")
     elif f.data * f.sequence % size:
         rule = f"must divide the {f.data * f.sequence} ranks that ZeRO shards over"
-        yield f.config.problem(key, rule, "Use the slots of a host")
+        yield f.settings.problem(key, rule, "Use the slots of a host")
 
 
 def bf16_optimizer_keys(f: Facts) -> Iterable[Problem]:
@@ -90,51 +94,51 @@ def bf16_optimizer_keys(f: Facts) -> Iterable[Problem]:
                  "use_multi_rank_bucket_allreduce", "round_robin_gradients",
                  "parameter_alignment"):  # fmt: skip
         key = f"zero_optimization.{name}"
-        if f.config.given(key):
+        if f.settings.given(key):
             rule = "does not act at stage 1 with bf16 weights and fp32 accumulation"
-            yield f.config.problem(key, rule, "Use stage 2 if you need it", warn=True)
+            yield f.settings.problem(key, rule, "Use stage 2 if you need it", warn=True)
 
 
 def overflow_check(f: Facts) -> Iterable[Problem]:
     key = "bf16.check_grad_overflow"
-    if not f.config.given(key) or f.compute != "bf16":
+    if not f.settings.given(key) or f.compute != "bf16":
         return
     if f.zero_stage not in (1, 2) or f.uses_bf16_optimizer:
         rule = f"does not act at ZeRO stage {f.zero_stage} with sums in {f.accumulation}"
-        yield f.config.problem(key, rule, "Remove it, or use ZeRO stage 2", warn=True)
+        yield f.settings.problem(key, rule, "Remove it, or use ZeRO stage 2", warn=True)
 
 
 def one_precision(f: Facts) -> Iterable[Problem]:
     if f.fp16 and f.bf16:
-        yield f.config.problem("fp16.enabled", "excludes bf16.enabled", "Turn one of them off")
+        yield f.settings.problem("fp16.enabled", "excludes bf16.enabled", "Turn one of them off")
 
 
 def fp16_cuda(f: Facts) -> Iterable[Problem]:
     if f.fp16 and f.world.device != "cuda":
-        yield f.config.problem("fp16.enabled", "needs CUDA devices", "Use bf16, or neither for fp32")
+        yield f.settings.problem("fp16.enabled", "needs CUDA devices", "Use bf16, or neither for fp32")
 
 
 def bf16_native(f: Facts) -> Iterable[Problem]:
-    if f.config.get("bf16.enabled") is True and not f.world.bf16_native:
+    if f.config.bf16.enabled is True and not f.world.bf16_native:
         name = f.world.device_name or f.world.device
         rule = f"{name} emulates bf16, which is slow"
-        yield f.config.problem("bf16.enabled", rule, 'Use "auto" for bf16 where it is native', warn=True)
+        yield f.settings.problem("bf16.enabled", rule, 'Use "auto" for bf16 where it is native', warn=True)
 
 
 def loss_scale(f: Facts) -> Iterable[Problem]:
-    if f.config.get("fp16.loss_scale", 0) == 0:
+    if f.config.fp16.loss_scale == 0:
         return
     for key in DYNAMIC_LOSS_SCALE:
-        if f.config.given(key):
+        if f.settings.given(key):
             rule = "acts with a dynamic loss scale, and fp16.loss_scale is fixed"
-            yield f.config.problem(key, rule, "Remove it, or set fp16.loss_scale to 0")
+            yield f.settings.problem(key, rule, "Remove it, or set fp16.loss_scale to 0")
 
 
 def bf16_zero0(f: Facts) -> Iterable[Problem]:
     if f.compute == "bf16" and f.zero_stage == 0 and f.accumulation != "bf16":
         rule = "must be bf16 at ZeRO stage 0 with bf16 weights: DeepSpeed cannot sum in fp32 there"
         remedy = f"Use ZeRO stage 1, or accept the loss of bits with {ACCUMULATION} = bf16"
-        yield f.config.problem(ACCUMULATION, rule, remedy, f.accumulation)
+        yield f.settings.problem(ACCUMULATION, rule, remedy, f.accumulation)
 
 
 def fp16_zero0(f: Facts) -> Iterable[Problem]:
@@ -142,7 +146,7 @@ def fp16_zero0(f: Facts) -> Iterable[Problem]:
     SGD takes steps that much shorter, and Adam's epsilon outweighs the gradients."""
     if f.compute == "fp16" and f.zero_stage == 0:
         rule = "needs ZeRO stage 1, 2 or 3: at stage 0 DeepSpeed leaves out the loss scale"
-        yield f.config.problem("fp16.enabled", rule, f"Set {STAGE} to 1")
+        yield f.settings.problem("fp16.enabled", rule, f"Set {STAGE} to 1")
 
 
 def tied_gradients(f: Facts) -> Iterable[Problem]:
@@ -154,10 +158,10 @@ def tied_gradients(f: Facts) -> Iterable[Problem]:
         cause = "offloaded optimizer state" if offloaded else "fp16 weights"
         rule = f"must be {f.compute} for {cause} with {f.stages} pipeline stages"
         remedy = f"Set it to {f.compute}, or use one stage{', or no offload' if offloaded else ''}"
-        yield f.config.problem(ACCUMULATION, rule, remedy, f.accumulation)
+        yield f.settings.problem(ACCUMULATION, rule, remedy, f.accumulation)
 
 
 def accumulation(f: Facts) -> Iterable[Problem]:
     if f.accumulation not in ("fp32", f.compute):
         rule = f"must be fp32 or the weights' {f.compute}"
-        yield f.config.problem(ACCUMULATION, rule, f"Use fp32, or {f.accumulation} weights")
+        yield f.settings.problem(ACCUMULATION, rule, f"Use fp32, or {f.accumulation} weights")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipeline.job.pages import KEYS_PAGE, RULES_PAGE, rules_page, with_keys
 from pipeline.job.rules import RULES
-from pipeline.job.scheduler_params import PARAMETERS
+from pipeline.job.schedules import SCHEDULES, parameters
 from pipeline.job.schema import KEYS
 
 
@@ -19,6 +19,6 @@ def test_the_keys_page_is_current() -> None:
     assert page == with_keys(page), "run python -m pipeline.job.pages"
     for path in KEYS:
         assert f"| `{path}` |" in page
-    for kind, parameters in PARAMETERS.items():
+    for kind in SCHEDULES:
         assert f"`scheduler.params` of `{kind}`" in page
-        assert all(f"| `{name}` |" in page for name in parameters)
+        assert all(f"| `{name}` |" in page for name in parameters(kind))

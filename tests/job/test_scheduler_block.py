@@ -5,9 +5,16 @@ import dataclasses
 import pytest
 
 from pipeline.job.model_presets import PRESETS
-from pipeline.job.scheduler_block import build_schedule, usual_warmup
-from pipeline.job.scheduler_params import PARAMETERS
-from pipeline.job.schedules import SCHEDULES, WSD, ConstantLR, OneCycle, WarmupCosineLR, WarmupLR
+from pipeline.job.scheduler import build_schedule, usual_warmup
+from pipeline.job.schedules import (
+    SCHEDULES,
+    WSD,
+    ConstantLR,
+    OneCycle,
+    WarmupCosineLR,
+    WarmupLR,
+    parameters,
+)
 
 DEFAULTS = dataclasses.replace(PRESETS["tiny"].training, learning_rate=5e-3, warmup_steps=100)
 
@@ -56,7 +63,7 @@ def test_deepspeeds_defaults():
 @pytest.mark.parametrize("kind", SCHEDULES)
 @pytest.mark.parametrize("steps", [1, 2, 3, 10, 1000])
 def test_every_auto_together_makes_a_schedule_for_any_length(kind, steps):
-    params = {name: "auto" for name, parameter in PARAMETERS[kind].items() if parameter.auto}
+    params = {name: "auto" for name, parameter in parameters(kind).items() if parameter.auto}
     params |= {"cycle_min_lr": 1e-4} if kind == "OneCycle" else {"warmup_num_steps": "auto"}
     result = _build(kind, params, steps=steps)
     assert result.problems == ()
@@ -86,19 +93,18 @@ CYCLE = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "cycle_first_step_size": 10
 
 # (type, params, key of the problem, part of its text)
 REFUSED = [
-    ("WarmupLr", {}, "scheduler.type", "WarmupLR"),
     (None, {}, "scheduler.type", "is required"),
     ("WarmupLR", {"warmup_steps": 10}, "warmup_steps", "warmup_num_steps"),
     ("WarmupLR", {"last_batch_iteration": 3}, "last_batch_iteration", "checkpoint"),
     ("WarmupLR", {"warmup_num_steps": -1}, "warmup_num_steps", "at least 0"),
     ("WarmupLR", {"warmup_num_steps": 2.5}, "warmup_num_steps", "whole number"),
-    ("WarmupLR", {"warmup_num_steps": True}, "warmup_num_steps", "must be a number"),
+    ("WarmupLR", {"warmup_num_steps": True}, "warmup_num_steps", "must be a whole number, not true"),
     ("WarmupLR", {"warmup_max_lr": 0}, "warmup_max_lr", "above 0"),
     ("WarmupLR", {"warmup_max_lr": "1e-3"}, "warmup_max_lr", "must be a number"),
     ("WarmupLR", {"warmup_min_lr": -1e-3}, "warmup_min_lr", "at least 0"),
     ("WarmupLR", {"warmup_min_lr": 1.0}, "warmup_min_lr", "exceeds the peak"),
-    ("WarmupLR", {"warmup_type": "cosine"}, "warmup_type", "log or linear"),
-    ("WarmupLR", {"warmup_type": "auto"}, "warmup_type", "log or linear"),
+    ("WarmupLR", {"warmup_type": "cosine"}, "warmup_type", "one of log, linear"),
+    ("WarmupLR", {"warmup_type": "auto"}, "warmup_type", "one of log, linear"),
     ("WarmupDecayLR", {}, "total_num_steps", "was not given"),
     ("WarmupDecayLR", {"total_num_steps": 0}, "total_num_steps", "at least 1"),
     ("WarmupDecayLR", {"total_num_steps": 9, **WARMUP}, "total_num_steps", "warm-up of 10 steps"),
@@ -108,10 +114,15 @@ REFUSED = [
         "warmup_max_lr",
         "optimizer.params.lr",
     ),
-    ("WarmupCosineLR", {"total_num_steps": 1000, "cos_min_ratio": 1.1}, "cos_min_ratio", "0 to 1"),
+    (
+        "WarmupCosineLR",
+        {"total_num_steps": 1000, "cos_min_ratio": 1.1},
+        "cos_min_ratio",
+        "at least 0 and at most 1",
+    ),
     ("OneCycle", {"cycle_max_lr": 1.0}, "cycle_min_lr", "was not given"),
     ("OneCycle", CYCLE | {"cycle_min_lr": 1.0}, "cycle_min_lr", "exceeds cycle_max_lr"),
-    ("OneCycle", CYCLE | {"cycle_momentum": True}, "cycle_momentum", "must be false"),
+    ("OneCycle", CYCLE | {"cycle_momentum": True}, "cycle_momentum", "false alone is accepted"),
     ("OneCycle", CYCLE | {"cycle_min_mom": 0.8}, "cycle_min_mom", "betas stay constant"),
     ("OneCycle", CYCLE | {"decay_lr_rate": 0.1}, "decay_lr_rate", "needs both"),
     ("OneCycle", CYCLE | {"decay_step_size": 10}, "decay_lr_rate", "needs both"),
@@ -176,6 +187,5 @@ def test_problems_carry_the_place_in_the_file():
 def test_the_parameter_table_describes_the_schedules():
     for name, schedule in SCHEDULES.items():
         fields = {field.name for field in dataclasses.fields(schedule)}
-        described = set(PARAMETERS[name]) - {"cycle_momentum"}
-        assert fields - {"lr"} == described
-        assert all(parameter.meaning.endswith(".") for parameter in PARAMETERS[name].values())
+        assert fields - {"lr"} == set(parameters(name))
+        assert all(parameter.meaning.endswith(".") for parameter in parameters(name).values())

@@ -35,7 +35,7 @@ TABLE = {
     "no warmup": (WarmupLR(1.0, 0), [1.0, 1.0]),
     "one step of warmup": (WarmupLR(1.0, 1), [1.0, 1.0]),
     "decay": (
-        WarmupDecayLR(1.2, 2, 7, warmup_type="linear"),
+        WarmupDecayLR(1.2, 7, 2, warmup_type="linear"),
         # 1.2 - 0.2 per step from step 2; 0 would be step 8.
         [0.6, 1.2, 1.0, 0.8, 0.6, 0.4, 0.2, 0.0, 0.0],
     ),
@@ -95,7 +95,7 @@ def test_the_first_step_trains(name):
 EXACT_PEAKS = [
     (WarmupLR(0.3, 7, 0.1), 7),
     (WarmupLR(0.3, 7, 0.1, "linear"), 7),
-    (WarmupDecayLR(0.3, 7, 20, 0.1), 7),
+    (WarmupDecayLR(0.3, 20, 7, 0.1), 7),
     (WarmupCosineLR(0.3, 20, 7, 0.1), 7),
     (CosineWithFloor(0.3, 7, 10, 0.1), 7),
     (WSD(0.3, 7, 3, 20, 0.1), 7),

@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import ceil
-from typing import Any
+from typing import Any, Literal
 
+from pipeline.base.fields import AUTO, MISSING, Field, remedy_for, value_problem, whole
 from pipeline.base.problems import Problem
 from pipeline.base.words import did_you_mean
 from pipeline.job.job import Resolved
 from pipeline.job.model_presets import TrainingDefaults
-from pipeline.job.scheduler_params import PARAMETERS, REFUSED, REFUSED_ANYWHERE, Parameter
-from pipeline.job.scheduler_rules import rule_problems
-from pipeline.job.schedules import SCHEDULES, ConstantLR, LearningRate
+from pipeline.job.schedules import SCHEDULES, ConstantLR, LearningRate, parameters
 
-AUTO = "auto"
 PEAK_NAMES = ("warmup_max_lr", "cycle_max_lr")
+
+_MOMENTUM = (
+    "the optimizer's betas stay constant here, a cycled momentum is not supported",
+    'Remove it; "cycle_momentum": false alone is accepted',
+)
+_RATIO = "WarmupCosineLR multiplies the optimizer's rate by ratios and has no rate of its own"
+_RESUME = "the step comes from the checkpoint"
+
+# (rule, remedy) for parameters that DeepSpeed's users bring along but that would do nothing, by schedule;
+# those of "" in any.
+REFUSED_PARAMETERS: dict[str, dict[str, tuple[str, str]]] = {
+    "OneCycle": dict.fromkeys(
+        ("cycle_momentum", "cycle_min_mom", "cycle_max_mom", "decay_mom_rate"), _MOMENTUM
+    ),
+    "WarmupCosineLR": {
+        "warmup_max_lr": (_RATIO, "Set optimizer.params.lr instead"),
+        "warmup_min_lr": (_RATIO, "Set warmup_min_ratio instead"),
+    },
+    "": {"last_batch_iteration": (_RESUME, "Remove it")},
+}
 
 
 @dataclass(frozen=True)
@@ -45,7 +63,8 @@ def build_schedule(
     """The schedule that the block describes; the constant rate without one.
 
     Args:
-        block: ``{"type": ..., "params": {...}}``; None if the JSON has none.
+        block: ``{"type": ..., "params": {...}}``, the type None or one of those that there are; None if the
+            JSON has none.
         optimizer_lr: ``optimizer.params.lr`` if it is a number; None for "auto" or absent.
         train_steps: Length of the run.
         defaults: The model's usual settings, None if it has none.
@@ -82,63 +101,57 @@ class _Builder:
         return None if rate is None else ConstantLR(rate)
 
     def from_block(self, block: dict[str, Any]) -> LearningRate | None:
-        kind = block.get("type")
+        kind = block["type"]
         if kind is None:
             self.refuse("scheduler.type", None, "is required", f"Choose from {', '.join(SCHEDULES)}")
             return None
-        if kind not in SCHEDULES:
-            self.refuse(
-                "scheduler.type", kind, "there is no such schedule", did_you_mean(str(kind), SCHEDULES)
-            )
-            return None
-        values = self.values(kind, block.get("params", {}))
+        values = self.values(kind, block["params"])
         if values is None:
             return None
         self.problems += rule_problems(kind, values, self.train_steps, self.where)
-        values.pop("cycle_momentum", None)
         return SCHEDULES[kind](**values)
 
     def values(self, kind: str, params: dict[str, Any]) -> dict[str, Any] | None:
         """Every field of the schedule, or None after a problem."""
-        before = len(self.problems)
+        before, known = len(self.problems), parameters(kind)
         self.refuse_unknown(kind, params)
         values: dict[str, Any] = {}
         if kind == "WarmupCosineLR":
             values["lr"] = self.derive("peak", "optimizer.params.lr", {})
-        for name, parameter in PARAMETERS[kind].items():
+        for name, parameter in known.items():
             values[name] = self.value(name, parameter, params, values)
         return values if len(self.problems) == before else None
 
     def refuse_unknown(self, kind: str, params: dict[str, Any]) -> None:
-        refused = {**REFUSED.get(kind, {}), **REFUSED_ANYWHERE}
+        refused, known = {**REFUSED_PARAMETERS.get(kind, {}), **REFUSED_PARAMETERS[""]}, parameters(kind)
         for name, value in params.items():
+            if name == "cycle_momentum" and value is False:
+                continue  # as it is here
             if name in refused:
                 self.refuse(f"scheduler.params.{name}", value, *refused[name])
-            elif name not in PARAMETERS[kind]:
+            elif name not in known:
                 rule = f"{kind} has no such parameter"
-                self.refuse(f"scheduler.params.{name}", value, rule, did_you_mean(name, PARAMETERS[kind]))
+                self.refuse(f"scheduler.params.{name}", value, rule, did_you_mean(name, known))
 
-    def value(self, name: str, parameter: Parameter, params: dict[str, Any], known: dict[str, Any]) -> Any:
+    def value(self, name: str, parameter: Field, params: dict[str, Any], known: dict[str, Any]) -> Any:
         """One value: as given, resolved, or the default. A missing or wrong one is a problem and None."""
-        key = f"scheduler.params.{name}"
+        key, auto = f"scheduler.params.{name}", parameter.details.get("auto")
         if name not in params:
-            if parameter.absent:
-                return self.derive(parameter.absent, key, known)
-            if parameter.default is None:
-                remedy = 'Give a value, or "auto"' if parameter.auto else "Give a value"
-                self.refuse(key, None, "is required and was not given", remedy)
+            if absent := parameter.details.get("absent"):
+                return self.derive(absent, key, known)
+            if parameter.default is MISSING:
+                self.refuse(key, None, "is required and was not given", remedy_for(parameter))
+                return None
             return parameter.default
-        given = params[name]
-        if given == AUTO and parameter.auto:
-            return self.derive(parameter.auto, key, known)
-        rule = wrong(parameter, given)
-        if rule:
-            remedy = 'Correct the value, or use "auto"' if parameter.auto else "Correct the value"
-            self.refuse(key, given, rule, remedy)
+        given = whole(parameter, params[name])
+        if given == AUTO and auto:
+            return self.derive(auto, key, known)
+        if problem := value_problem(parameter, given, self.where(key)):
+            self.problems.append(problem)
             return None
         if name in PEAK_NAMES:
             self.check_agreement(key, given)
-        return int(given) if parameter.kind == "steps" else given
+        return given
 
     def derive(self, source: str, key: str, known: dict[str, Any]) -> Any:
         """A value that the run defines, noted with its reason. None if what it depends on is missing."""
@@ -191,19 +204,78 @@ class _Builder:
         self.problems.append(Problem(self.where(key), value, rule, remedy))
 
 
-def wrong(parameter: Parameter, value: object) -> str | None:
-    """The rule that `value` breaks, if any. Whole floats (1e4) pass as steps."""
-    if parameter.kind == "choice":
-        # JSON's false is the one choice that is not a word.
-        word = str(value).lower() if isinstance(value, bool) else value
-        return None if word in parameter.choices else f"must be {' or '.join(parameter.choices)}"
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return "must be a number"
-    if parameter.kind == "steps":
-        whole = float(value).is_integer() and value >= parameter.low
-        return None if whole else f"must be a whole number of at least {parameter.low}"
-    if parameter.kind == "ratio":
-        return None if 0 <= value <= 1 else "must be from 0 to 1"
-    if parameter.above:
-        return None if value > 0 else "must be above 0"
-    return None if value >= 0 else "must be at least 0"
+Values = dict[str, Any]
+# Parameter, rule, remedy, severity.
+Finding = tuple[str, str, str, Literal["error", "warning"]]
+
+
+def rule_problems(kind: str, values: Values, train_steps: int, where: Callable[[str], str]) -> list[Problem]:
+    """What is wrong with values that are each in range by themselves."""
+    findings = _one_cycle(values, train_steps) if kind == "OneCycle" else _warmup_family(values, train_steps)
+    return [
+        Problem(where(f"scheduler.params.{name}"), values[name], rule, remedy, severity)
+        for name, rule, remedy, severity in findings
+    ]
+
+
+def _warmup_family(values: Values, train_steps: int) -> Iterator[Finding]:
+    yield from _low_below_peak(values)
+    yield from _phases_fit(values)
+    yield from _ends_with_the_run(values, train_steps)
+
+
+def _low_below_peak(values: Values) -> Iterator[Finding]:
+    for name in {"warmup_min_lr", "min_lr"} & values.keys():
+        peak = values["warmup_max_lr"]
+        if values[name] > peak:
+            yield name, f"exceeds the peak {peak:g}", "Lower it", "error"
+
+
+def _phases_fit(values: Values) -> Iterator[Finding]:
+    """Warm-up and a decay at the end must fit into total_num_steps."""
+    total = values.get("total_num_steps")
+    if total is None:
+        return
+    warmup, decay = values["warmup_num_steps"], values.get("decay_num_steps") or 0
+    if warmup + decay > total:
+        phases = f"warm-up of {warmup} steps" + (f" and decay of {decay}" if decay else "")
+        yield "total_num_steps", f"is too short for the {phases}", "Raise it, or shorten the phases", "error"
+
+
+def _ends_with_the_run(values: Values, train_steps: int) -> Iterator[Finding]:
+    """Warnings where the schedule and the run have different lengths."""
+    total = values.get("total_num_steps")
+    if total is not None and total != train_steps:
+        yield "total_num_steps", f"the run has {train_steps} steps", 'Use "auto" to follow the run', "warning"
+    elif values["warmup_num_steps"] > train_steps:
+        rule = f"the run has only {train_steps} steps, its peak is never reached"
+        yield "warmup_num_steps", rule, 'Use "auto" to follow the run', "warning"
+    elif "decay_num_steps" in values and total is None:
+        end = values["warmup_num_steps"] + values["decay_num_steps"]
+        if end > train_steps:
+            rule = f"the decay would end at step {end}, the run ends at {train_steps}"
+            yield "decay_num_steps", rule, 'Use "auto" to follow the run', "warning"
+
+
+def _one_cycle(values: Values, train_steps: int) -> Iterator[Finding]:
+    low, high = values["cycle_min_lr"], values["cycle_max_lr"]
+    if low > high:
+        yield "cycle_min_lr", f"exceeds cycle_max_lr = {high:g}", "Lower it", "error"
+    yield from _stairs_fit(values)
+    if bool(values["decay_lr_rate"]) != bool(values["decay_step_size"]):
+        rule = f"and decay_step_size = {values['decay_step_size']}: a decay needs both above 0"
+        yield "decay_lr_rate", rule, "Give both, or none", "error"
+    cycle = values["cycle_first_step_size"] + values["cycle_second_step_size"]
+    if low == 0 and train_steps >= cycle:
+        rule = f"no step from {cycle} to {train_steps} trains, their rate is 0"
+        yield "cycle_min_lr", rule, "Raise it, or lengthen the cycle beyond the run", "warning"
+
+
+def _stairs_fit(values: Values) -> Iterator[Finding]:
+    for half in ("first", "second"):
+        count, steps = values[f"cycle_{half}_stair_count"], values[f"cycle_{half}_step_size"]
+        if count > steps:
+            yield f"cycle_{half}_stair_count", f"exceeds the {steps} steps of its half", "Lower it", "error"
+    if values["cycle_first_stair_count"] and values["cycle_min_lr"] == 0:
+        rule = "the first stair would have rate 0, its steps would not train"
+        yield "cycle_min_lr", rule, "Raise it, or set cycle_first_stair_count to 0", "error"
