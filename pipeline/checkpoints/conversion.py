@@ -29,7 +29,7 @@ from pipeline.checkpoints.output import only_one
 from pipeline.checkpoints.stored import StoredState
 from pipeline.checkpoints.universal import FILE_OVERHEAD, Source, origin_of, write_common, write_parameter
 from pipeline.job.job import Job
-from pipeline.model.outline import parameter_cuts
+from pipeline.model.gpt import parameter_cuts
 
 TOKENIZER = "tokenizer"
 

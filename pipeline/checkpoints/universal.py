@@ -40,7 +40,7 @@ from pipeline.checkpoints.stored import MASTER, Place, Slice, StoredState, stand
 from pipeline.checkpoints.torch_file import PickledObject
 from pipeline.engine.optimizer import build_optimizer
 from pipeline.job.job import Job
-from pipeline.model.outline import outline
+from pipeline.model.gpt import outline
 from pipeline.parallel.parameters import Cut
 
 ZERO = "zero"

@@ -2,22 +2,38 @@
 
 Both give every parameter the same name, the one `PipelineModule` would give it: ``tied_modules.embed.weight``
 for the shared table, ``<index in the list>.<name>`` for all others.
+
+What tensor ranks divide, and along which dimension; each layer declares it where it makes the parameter:
+
+    parameter               whole shape                          dim    a tensor rank holds
+    embed.weight            [vocabulary, hidden]                 0      a range of tokens
+    attention.qkv.weight    [(heads + 2 kv heads) * d, hidden]   0      whole groups of heads
+    attention.qkv.bias      [(heads + 2 kv heads) * d]           0      the same rows
+    attention.out.weight    [hidden, heads * d]                  1      the columns of its heads
+    mlp.up.weight           [ffn, hidden], SwiGLU: [2 ffn, ..]   0      a range of inner units
+    mlp.up.bias             [ffn], SwiGLU: [2 ffn]               0      the same rows
+    mlp.down.weight         [hidden, ffn]                        1      the columns of its inner units
+    all others              biases of out and down, norms,       none   everything
+                            learned positions
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from pipeline.model.config import ModelConfig
 from pipeline.model.layers import Block, Positions
-from pipeline.model.norm import norm_class
-from pipeline.model.rotary import Rotary
+from pipeline.model.modules import Rotary, norm_class
+from pipeline.parallel.context import Parallel
 from pipeline.parallel.documents import DocumentBoard
 from pipeline.parallel.dropout import DropoutClock
-from pipeline.parallel.parameters import ParameterFactory
+from pipeline.parallel.parameters import Cut, ParameterFactory, cut_of
 from pipeline.parallel.tensor import VocabularyEmbedding
 
 TIED_KEY = "embed"
@@ -90,3 +106,29 @@ class SequentialGPT(nn.Module):
         for name in self._order:
             x = self.get_submodule(name)(x)
         return x
+
+
+class OutlineFactory(ParameterFactory):
+    """Makes parameters that take no memory, with the cut that they would have on several tensor ranks."""
+
+    def _make(
+        self, name: str, shape: tuple[int, ...], dim: int | None, draw: Callable[[], np.ndarray]
+    ) -> nn.Parameter:
+        parameter = nn.Parameter(torch.empty(shape, device="meta"))
+        parameter.cut = Cut(shape, dim)  # type: ignore[attr-defined]
+        return parameter
+
+
+def outline(config: ModelConfig) -> SequentialGPT:
+    """The whole model, whose parameters take no memory."""
+    factory = OutlineFactory(seed=0, parallel=Parallel.single())
+    return SequentialGPT(plan_layers(config, factory, DropoutClock(0, 1), "none"))
+
+
+def parameter_cuts(config: ModelConfig) -> dict[str, Cut]:
+    """Of each parameter of a model its full shape and the dimension that tensor ranks divide, by name.
+
+    This is the one rule for a parameter wherever a checkpoint is cut anew. It comes from the class of the
+    layer that makes the parameter; there are no patterns of names to keep.
+    """
+    return {name: cut_of(parameter) for name, parameter in outline(config).named_parameters()}

@@ -14,9 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeline.model.attention import Attention
 from pipeline.model.config import ModelConfig
-from pipeline.model.mlp import MLP
-from pipeline.model.norm import norm_class
-from pipeline.model.rotary import Rotary
+from pipeline.model.modules import MLP, Rotary, norm_class
 from pipeline.parallel import ulysses
 from pipeline.parallel.documents import DocumentBoard, DocumentLayout, DocumentReader
 from pipeline.parallel.dropout import DropoutClock, MicroBatchCounter, dropout, dropout_keys

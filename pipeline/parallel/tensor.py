@@ -78,9 +78,9 @@ class VocabularyEmbedding(nn.Module):
         if self.group is None:
             return functional.embedding(tokens, self.weight)
         local = tokens - self.first
-        elsewhere = (local < 0) | (local >= self.weight.shape[0])
-        rows = functional.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return collectives.reduce_from(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
+        out_of_shard = (local < 0) | (local >= self.weight.shape[0])
+        rows = functional.embedding(local.masked_fill(out_of_shard, 0), self.weight)
+        return collectives.reduce_from(rows.masked_fill(out_of_shard.unsqueeze(-1), 0.0), self.group)
 
 
 class _VocabularyCrossEntropy(torch.autograd.Function):
@@ -96,23 +96,23 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         maximum = collectives.all_reduce(shifted.amax(-1), group, dist.ReduceOp.MAX)
         shifted = shifted - maximum.unsqueeze(-1)
         local = labels - first
-        elsewhere = (local < 0) | (local >= logits.shape[-1])
-        local = local.masked_fill(elsewhere, 0).unsqueeze(-1)
-        target = shifted.gather(-1, local).squeeze(-1).masked_fill(elsewhere, 0.0)
+        out_of_shard = (local < 0) | (local >= logits.shape[-1])
+        local = local.masked_fill(out_of_shard, 0).unsqueeze(-1)
+        target = shifted.gather(-1, local).squeeze(-1).masked_fill(out_of_shard, 0.0)
         target = collectives.all_reduce(target, group)
         exponentials = shifted.exp_()
         total = collectives.all_reduce(exponentials.sum(-1), group)
         probabilities = exponentials.div_(total.unsqueeze(-1))
-        ctx.save_for_backward(probabilities, local, elsewhere)
+        ctx.save_for_backward(probabilities, local, out_of_shard)
         ctx.dtype = logits.dtype
         return total.log() - target
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        probabilities, local, elsewhere = ctx.saved_tensors
-        here = (~elsewhere).to(probabilities.dtype).unsqueeze(-1)
-        slope = probabilities.scatter_add(-1, local, -here).mul_(grad.unsqueeze(-1))
-        return slope.to(ctx.dtype), None, None, None
+        probabilities, local, out_of_shard = ctx.saved_tensors
+        here = (~out_of_shard).to(probabilities.dtype).unsqueeze(-1)
+        grad_logits = probabilities.scatter_add(-1, local, -here).mul_(grad.unsqueeze(-1))
+        return grad_logits.to(ctx.dtype), None, None, None
 
 
 def vocabulary_cross_entropy(

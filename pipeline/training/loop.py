@@ -70,7 +70,7 @@ class Loop:
         sinks: Take the metrics: on rank 0 the file, the console and the monitors.
         saves: Writes the checkpoints.
         stop_code: 0, or why this rank was asked to stop (`pipeline.training.stopping`).
-        note_step: Is told how long each step took, with what followed it, in seconds.
+        record_step: Is told how long each step took, with what followed it, in seconds.
         eval_sets: What is evaluated, in this order; empty where nothing is.
         progress: Hears what this rank does, with how many steps taken.
         stop_reason: Why the run was stopped; empty before.
@@ -86,7 +86,7 @@ class Loop:
     saves: Saves
     stop_code: Callable[[], int]
     state: TrainState
-    note_step: Callable[[float], object] = lambda seconds: None
+    record_step: Callable[[float], object] = lambda seconds: None
     progress: Callable[[Phase, int], object] = lambda phase, step: None
     stop_reason: str = ""
     _skipped_in_a_row: int = 0
@@ -116,7 +116,7 @@ class Loop:
             self._check_finite(result, step, batch)
             self._advance(step, batch)
             self._report(result, time.perf_counter() - begin)
-            self.note_step(time.perf_counter() - begin)
+            self.record_step(time.perf_counter() - begin)
             if self._is_due(step, self.job.eval_interval) and not self._evaluate(step):
                 return self._stop()
             if self._is_due(step, self.job.save_interval):

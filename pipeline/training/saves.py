@@ -19,8 +19,8 @@ class RunSaves:
         on_failure: ``stop`` raises the failure of any save, ``continue`` that of one the run would end with.
         with_progress: Adds to a state how far the data has been read.
         say: Tells the user, on rank 0.
-        note_seconds: Is told how long a save took.
-        note_saved: Is told the step of a checkpoint that counts.
+        record_seconds: Is told how long a save took.
+        record_saved: Is told the step of a checkpoint that counts.
     """
 
     def __init__(
@@ -31,15 +31,15 @@ class RunSaves:
         on_failure: Literal["continue", "stop"],
         with_progress: Callable[[TrainState], TrainState],
         say: Callable[[str], None],
-        note_seconds: Callable[[float], None] = lambda seconds: None,
-        note_saved: Callable[[int], None] = lambda step: None,
+        record_seconds: Callable[[float], None] = lambda seconds: None,
+        record_saved: Callable[[int], None] = lambda step: None,
     ) -> None:
         self._saver = saver
         self._saved = saved  # what counts
         self._begun: TrainState | None = None  # what is being written
         self._on_failure = on_failure
         self._with_progress, self._say = with_progress, say
-        self._note_seconds, self._note_saved = note_seconds, note_saved
+        self._record_seconds, self._record_saved = record_seconds, record_saved
 
     @property
     def busy(self) -> bool:
@@ -96,8 +96,8 @@ class RunSaves:
     def _count(self) -> None:
         assert self._begun is not None
         self._saved, self._begun = self._begun, None
-        self._note_seconds(self._saver.seconds)
-        self._note_saved(self._saved.step)
+        self._record_seconds(self._saver.seconds)
+        self._record_saved(self._saved.step)
         self._say(f"saved {self._saver.folder / tag_of(self._saved.step)}")
 
     def _tolerate(self, action: Callable[[], None]) -> None:

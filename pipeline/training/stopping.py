@@ -60,12 +60,12 @@ class TimeLimit:
         self._measured = False
         self._step = 0.0
 
-    def note_save(self, seconds: float) -> None:
+    def record_save(self, seconds: float) -> None:
         """A save took so long."""
         self._save = max(self._save, seconds) if self._measured else seconds
         self._measured = True
 
-    def note_step(self, seconds: float) -> None:
+    def record_step(self, seconds: float) -> None:
         """A step took so long; older ones are slowly forgotten, the first with its compilations too."""
         self._step = max(seconds, 0.98 * self._step)
 
@@ -129,15 +129,15 @@ class Stopping:
             return TIME_LIMIT
         return STOP_FILE if self._file is not None and self._file.seen() else 0
 
-    def note_step(self, seconds: float) -> None:
+    def record_step(self, seconds: float) -> None:
         """A step took so long."""
         if self.time_limit is not None:
-            self.time_limit.note_step(seconds)
+            self.time_limit.record_step(seconds)
 
-    def note_save(self, seconds: float) -> None:
+    def record_save(self, seconds: float) -> None:
         """A save took so long."""
         if self.time_limit is not None:
-            self.time_limit.note_save(seconds)
+            self.time_limit.record_save(seconds)
 
     def obeyed(self) -> None:
         """The run has stopped, with everything saved."""

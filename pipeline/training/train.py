@@ -89,7 +89,7 @@ def _loop(
         speedometer=_speedometer(job),
         saves=saves,
         stop_code=prepared.stopping.code,
-        note_step=prepared.stopping.note_step,
+        record_step=prepared.stopping.record_step,
         progress=prepared.link.progress,
         state=prepared.state,
     )
@@ -140,8 +140,8 @@ def _saves(engine: TrainEngine, prepared: Prepared, sinks: Sinks) -> RunSaves:
         on_failure="stop" if options.save_failure == "stop" else "continue",
         with_progress=lambda state: replace(state, data=data.order.state(state.consumed_samples)),
         say=console.message,
-        note_seconds=prepared.stopping.note_save,
-        note_saved=prepared.link.saved,
+        record_seconds=prepared.stopping.record_save,
+        record_saved=prepared.link.saved,
     )
 
 

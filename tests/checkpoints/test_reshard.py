@@ -30,7 +30,7 @@ from pipeline.job.job import Job
 from pipeline.job.options import parse_options
 from pipeline.job.resolve import resolve
 from pipeline.job.world import Host, World
-from pipeline.model.outline import parameter_cuts
+from pipeline.model.gpt import parameter_cuts
 from tests.checkpoints.kills import kill_at_call
 from tests.checkpoints.layouts import arguments, find
 from tests.checkpoints.runs import BEFORE, Runs, differing_state, saved

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pipeline.data.loader import MicroBatch
 from pipeline.engine import build, engine
-from pipeline.model.norm import RMSNorm
+from pipeline.model.modules import RMSNorm
 from pipeline.parallel import collectives, tensor, ulysses
 from pipeline.parallel.context import Group, Parallel
 from pipeline.parallel.dropout import MicroBatchCounter

@@ -63,7 +63,7 @@ class Clock:
 def test_a_limit_leaves_time_for_a_save_and_a_step():
     clock = Clock()
     limit = TimeLimit(100, None, first_save=20, clock=clock)
-    limit.note_step(2)
+    limit.record_step(2)
     assert limit.margin == 1.5 * (20 + 2) + stopping.LEAVING_SECONDS
     clock.now += 100 - limit.margin - 0.1
     assert not limit.reached
@@ -73,18 +73,18 @@ def test_a_limit_leaves_time_for_a_save_and_a_step():
 
 def test_a_measured_save_replaces_the_guess_and_the_slowest_counts():
     limit = TimeLimit(100, None, first_save=20, clock=Clock())
-    limit.note_save(4)
+    limit.record_save(4)
     assert limit.margin == 1.5 * 4 + stopping.LEAVING_SECONDS
-    limit.note_save(6)
-    limit.note_save(5)
+    limit.record_save(6)
+    limit.record_save(5)
     assert limit.margin == 1.5 * 6 + stopping.LEAVING_SECONDS
 
 
 def test_a_slow_first_step_is_forgotten():
     limit = TimeLimit(100, None, first_save=0, clock=Clock())
-    limit.note_step(50)
+    limit.record_step(50)
     for _ in range(300):
-        limit.note_step(1)
+        limit.record_step(1)
     assert limit.margin == 1.5 + stopping.LEAVING_SECONDS
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import Any
 
@@ -9,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from pipeline.model import gpt
 from pipeline.model.config import ModelConfig
-from pipeline.model.gpt import SequentialGPT, plan_layers
-from pipeline.model.outline import outline, parameter_cuts
+from pipeline.model.gpt import SequentialGPT, outline, parameter_cuts, plan_layers
 from pipeline.model.parameter_counts import total_parameters
 from pipeline.parallel.context import Parallel
 from pipeline.parallel.dropout import DropoutClock
@@ -66,6 +67,19 @@ def test_an_outline_is_the_whole_model_and_takes_no_memory(model: str):
     parameters = list(outline(MODELS[model]).parameters())
     assert all(parameter.is_meta for parameter in parameters)
     assert sum(parameter.numel() for parameter in parameters) == total_parameters(MODELS[model], padded=True)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_table_in_the_docstring_says_how_each_parameter_is_cut(model: str):
+    rows = re.findall(r"^    (\w+\.\S+) .*?  +(\d) ", gpt.__doc__ or "", re.MULTILINE)
+    table = {name: int(dim) for name, dim in rows}
+    assert len(table) == 7
+    config = MODELS[model]
+    tables = () if config.tied else ("0", str(config.num_layers + 3))
+    for name, (_, dim) in parameter_cuts(config).items():
+        index, _, own = name.partition(".")
+        own = "embed.weight" if index in tables else own
+        assert dim == table.get(own), name
 
 
 def test_a_parameter_without_a_rule_is_an_error():
