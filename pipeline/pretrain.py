@@ -116,22 +116,21 @@ def _train(job: Job, environment: RankEnvironment, stop: StopRequest, link: Rank
     from pipeline.training.quiet import quiet_deepspeed
 
     quiet_deepspeed(environment.rank, job.deepspeed_reports)
-    from pipeline.training.ending import Ending, RunFailed
+    from pipeline.training.ending import RunFailed
     from pipeline.training.run import run
 
-    def outcome(ending: Ending) -> Outcome:
-        return Outcome(ending.status, ending.step, environment.master_port, message=ending.message)
+    def record(outcome: Outcome) -> None:
+        record_outcome(job.output_dir, replace(outcome, master_port=environment.master_port))
 
     try:
-        record = lambda ending: record_outcome(job.output_dir, outcome(ending))  # noqa: E731
-        ending = run(job, environment, stop, record, link)
+        outcome = run(job, environment, stop, record, link)
     except JobError as error:
         return _refuse(error, environment, link, job.output_dir)
     except RunFailed as failure:
         return _fail(failure.error, failure.step, job, environment, link)
     except Exception as error:  # noqa: BLE001  (reported, recorded, and the exit code is 1)
         return _fail(error, 0, job, environment, link)
-    return outcome(ending).exit_code
+    return outcome.exit_code
 
 
 def _fail(error: Exception, step: int, job: Job, environment: RankEnvironment, link: RankLink) -> int:

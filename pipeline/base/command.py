@@ -48,3 +48,9 @@ def reader_may_leave() -> Iterator[None]:
         # The interpreter flushes once more, and what is left has nowhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_FAILED)
+
+
+def say(line: str) -> None:
+    """One line for the user, beside the job's own output: on standard error."""
+    with contextlib.suppress(OSError):  # the terminal is gone; the job goes on
+        print(line, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The job's own word about how it ended: ``<output_dir>/outcome.json``.
+"""How a run ends, and what went wrong in it; ``<output_dir>/outcome.json``.
 
 The launcher's exit code does not tell: when a process of its own is killed by a signal, it returns 0.
 The ranks therefore say how the run ended, to the launch and in this file on every host.
@@ -12,14 +12,21 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from pipeline.base.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_WRONG_JOB
 
 OUTCOME_FILE = "outcome.json"
 Status = Literal["finished", "stopped", "failed", "wrong_job"]
+# error: raised and reported. died: exited without a report. lost: no connection to its host. hung: no
+# progress.
+# launcher: what started it is gone. refused: the job is wrong there. ended: somebody asked for the end.
+# early: the same, before the rank took signals, when there was nothing to save.
+# peer: an error that says that another rank is gone.
+Kind = Literal["error", "died", "lost", "hung", "launcher", "refused", "ended", "early", "peer"]
+_WRITTEN = ("status", "step", "master_port", "rank", "message")
 
 _EXIT_CODES: dict[str, int] = {
     "finished": EXIT_FINISHED,
@@ -30,37 +37,69 @@ _EXIT_CODES: dict[str, int] = {
 
 
 @dataclass(frozen=True)
+class Failure:
+    """One thing that went wrong.
+
+    Attributes:
+        rank: Where; None: no rank's.
+        step: Optimizer steps done by then.
+        message: One line.
+        text: A traceback, the last lines of a rank's output, or the problems of a job; may be empty.
+        at: When the coordinator heard of it.
+    """
+
+    kind: Kind
+    rank: int | None
+    step: int
+    message: str
+    text: str = ""
+    at: float = 0.0
+
+
+@dataclass(frozen=True)
 class Outcome:
-    """How a run ended.
+    """How a run, or one start of it, ended. The first five fields are written to the file.
 
     Attributes:
         status: ``finished``: all steps are done and saved. ``stopped``: by a signal or a time limit, with a
             checkpoint saved. ``wrong_job``: refused before the first step. ``failed``: anything else.
         step: Optimizer steps done, those of resumed runs included.
-        master_port: Port of the rendezvous of the start that wrote it.
+        master_port: Port of the rendezvous of the start that wrote it; 0: not known yet.
         rank: Who wrote it: 0, or the first rank that failed.
         message: Why, in one line; empty when finished.
+        failure: The first, where a coordinator has heard of one.
+        lost_hosts: Numbers of the hosts to which the connection was lost.
+        saved: Step of the newest checkpoint that this start completed; None if it completed none.
+        on_request: The user has asked for the end.
     """
 
     status: Status
     step: int
-    master_port: int
+    master_port: int = 0
     rank: int = 0
     message: str = ""
+    failure: Failure | None = None
+    lost_hosts: tuple[int, ...] = ()
+    saved: int | None = None
+    on_request: bool = False
+
+    def written(self) -> dict[str, object]:
+        """The fields of the file."""
+        return {name: getattr(self, name) for name in _WRITTEN}
 
     @property
     def exit_code(self) -> int:
         return _EXIT_CODES[self.status]
 
 
-def write_outcome(output_dir: str | Path, outcome: Outcome, is_verdict: bool = False) -> None:
+def write_outcome(output_dir: str | Path, outcome: Outcome, is_final: bool = False) -> None:
     """Say how the run ended; atomic, so that a reader sees all of it or nothing.
 
     Rank 0 calls it when every rank has finished, stopped or refused; a rank without an agent that fails calls
     it for itself. The first failure of a start stays, because those that follow are its consequences.
 
     Args:
-        is_verdict: All ranks have been heard: it replaces whatever stands there.
+        is_final: All ranks have been heard: it replaces whatever stands there.
 
     Raises:
         OSError: the folder cannot be written.
@@ -68,11 +107,11 @@ def write_outcome(output_dir: str | Path, outcome: Outcome, is_verdict: bool = F
     path = Path(output_dir) / OUTCOME_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     earlier = read_outcome(output_dir, outcome.master_port)
-    if earlier is not None and earlier.status == "failed" and not is_verdict:
+    if earlier is not None and earlier.status == "failed" and not is_final:
         return
     draft = path.with_name(f"{OUTCOME_FILE}.{os.getpid()}")
     try:
-        draft.write_text(json.dumps(asdict(outcome)) + "\n", encoding="utf-8")
+        draft.write_text(json.dumps(outcome.written()) + "\n", encoding="utf-8")
         draft.replace(path)
     except OSError:
         draft.unlink(missing_ok=True)
@@ -98,9 +137,10 @@ def clear_outcome(output_dir: str | Path) -> None:
 def read_outcome(output_dir: str | Path, master_port: int) -> Outcome | None:
     """What the start with this rendezvous port said; None if it said nothing that can be understood."""
     try:
-        outcome = Outcome(**json.loads((Path(output_dir) / OUTCOME_FILE).read_text(encoding="utf-8")))
-    except (FileNotFoundError, ValueError, TypeError):
+        values = json.loads((Path(output_dir) / OUTCOME_FILE).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
         return None
-    if outcome.status not in get_args(Status) or outcome.master_port != master_port:
+    if not isinstance(values, dict) or set(values) != set(_WRITTEN):
         return None
-    return outcome
+    outcome = Outcome(**values)
+    return outcome if outcome.status in _EXIT_CODES and outcome.master_port == master_port else None

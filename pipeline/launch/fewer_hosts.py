@@ -94,7 +94,7 @@ def same_step(full: Job, world_size: int) -> tuple[int, ...] | Problem:
     return batch.train_batch_size, micro, replica // micro
 
 
-def describe(full: Job, plan: Plan, why: str) -> str:
+def describe_fewer(full: Job, plan: Plan, why: str) -> str:
     """What changes, in one paragraph."""
     after, mesh = plan.job.batch, plan.job.mesh
     hosts, all_hosts = len(plan.job.world.hosts), len(full.world.hosts)

@@ -20,11 +20,11 @@ if __name__ == "__main__":
 
     take_early_stops()
 
+from pipeline.base.command import say
 from pipeline.base.problems import EXIT_STOPPED, EXIT_WRONG_JOB, JobError
 from pipeline.job.options import Options
 from pipeline.job.report import console, print_problems
 from pipeline.launch.early_stop import REQUESTS
-from pipeline.launch.launcher_process import say
 from pipeline.launch.preflight import read_arguments
 from pipeline.launch.restart_loop import run_job
 

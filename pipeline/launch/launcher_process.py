@@ -19,7 +19,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,8 +44,8 @@ _FIRST_WORD_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a launcher ended.
+class LauncherExit:
+    """How the launcher's process exited.
 
     Attributes:
         return_code: Of the command; negative for a signal. 0 where it was ended because all ranks had left.
@@ -80,11 +79,11 @@ class LauncherProcess:
         self._signals: list[signal.Signals] = []
         self._deadline: float | None = None
         self._launcher_gone: float | None = None
-        self._verdict_at: float | None = None
+        self._outcome_at: float | None = None
         self._all_left = False
         self._before_ranks = False
 
-    def run(self, command: Sequence[str], environment: Mapping[str, str]) -> Ended:
+    def run(self, command: Sequence[str], environment: Mapping[str, str]) -> LauncherExit:
         """Run to the end. Signals that arrive meanwhile ask for a stop.
 
         Raises:
@@ -110,7 +109,7 @@ class LauncherProcess:
             self._say("The launcher ended before its processes did; they have been ended, too.")
         code = process.wait()
         stopped_by = self._signals[0] if self._signals else None
-        return Ended(0 if self._all_left else code, stopped_by, killed, self._before_ranks)
+        return LauncherExit(0 if self._all_left else code, stopped_by, killed, self._before_ranks)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self._signals.append(signal.Signals(number))
@@ -133,15 +132,15 @@ class LauncherProcess:
         if self._coordinator is None:
             return code is not None
         now = time.monotonic()
-        if self._coordinator.verdict is not None:
-            self._verdict_at = self._verdict_at or now
+        if self._coordinator.outcome is not None:
+            self._outcome_at = self._outcome_at or now
             if not self._coordinator.everywhere and self._coordinator.is_alone:
                 # The launcher looks once a second, and takes another one or two to leave.
                 self._all_left = True
                 return True
             if self._launcher_gone is not None:  # its processes on other hosts notice by themselves
-                return now - self._verdict_at > _ORPHANS_SECONDS
-            return code is not None or now - self._verdict_at > _LEAVE_SECONDS
+                return now - self._outcome_at > _ORPHANS_SECONDS
+            return code is not None or now - self._outcome_at > _LEAVE_SECONDS
         if code is None:
             return False
         if self._launcher_gone is None:
@@ -190,7 +189,7 @@ class LauncherProcess:
         self._coordinator.end("ended", f"{self._signals[0].name}, and no time to save", at_once=True)
         deadline = time.monotonic() + KILL_SECONDS
         while (
-            self._coordinator.verdict is None
+            self._coordinator.outcome is None
             and self._coordinator.table.states
             and time.monotonic() < deadline
         ):
@@ -262,9 +261,3 @@ def _is_shared_connection(pid: int) -> bool:
     except psutil.Error:
         return False
     return title.startswith("ssh: ") and title.endswith("[mux]")
-
-
-def say(line: str) -> None:
-    """One line for the user, beside the job's own output."""
-    with contextlib.suppress(OSError):  # the terminal is gone; the job goes on
-        print(line, file=sys.stderr, flush=True)

@@ -6,11 +6,11 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
-from pipeline.base.command import reader_may_leave
+from pipeline.base.command import reader_may_leave, say
 from pipeline.base.problems import JobError
 from pipeline.checkpoints.output import checkpoint_bytes, space_problems
 from pipeline.checkpoints.resume import examine_resume
@@ -22,12 +22,14 @@ from pipeline.cluster.launcher_options import (
     split_arguments,
 )
 from pipeline.cluster.world import resolve_world
+from pipeline.job.job import Job
 from pipeline.job.options import Options, parse_options
 from pipeline.job.report import console, describe, print_problems, verdict
 from pipeline.job.resolve import Draft, examine
 from pipeline.job.world import World
-from pipeline.launch.fewer_hosts import separate_folders
+from pipeline.launch.fewer_hosts import Plan, describe_fewer, on_hosts, plan_fewer, separate_folders
 from pipeline.launch.host_check.host_check import HostCheck, ask_job_hosts
+from pipeline.launch.host_check.table import hosts_line, hosts_table
 from pipeline.launch.launcher_command import SCRIPT
 from pipeline.launch.launcher_rules import launcher_world_problems, start_problems, unused_problems
 
@@ -114,3 +116,77 @@ def print_draft(draft: Draft, stderr: bool = False) -> None:
         print(json.dumps(draft.job.deepspeed, indent=2))
     print_problems(out, draft.problems)
     out.print(verdict(draft))
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A start that nothing stands in the way of.
+
+    Attributes:
+        launcher: Describes exactly these hosts.
+        batch: Sizes in place of the JSON's; empty for the JSON's own.
+        hostfile: Kept open for as long as the launcher may read it.
+    """
+
+    job: Job
+    launcher: LauncherOptions
+    batch: tuple[int, ...] = ()
+    hostfile: IO[bytes] | None = None
+
+
+def prepare(options: Options, launcher: LauncherOptions, again: bool = False) -> Ready | None:
+    """Check the job and its hosts, and say what was found; None where it cannot start.
+
+    `again`: what has been printed before the first start is not repeated.
+    """
+    draft = check(options, launcher)
+    ready = None
+    if can_ask_hosts(draft, launcher):
+        draft, found = check_with_hosts(draft, launcher)
+        console(stderr=True).print(hosts_table(found) if found.problems else hosts_line(found))
+        if draft.job is None and launcher.allow_fewer_hosts is not None:
+            ready = _on_fewer_hosts(draft, found, launcher)
+    if ready is not None:
+        # The hosts they concern are left out, so that they refuse nothing.
+        print_problems(console(stderr=True), [replace(each, severity="warning") for each in draft.problems])
+        return ready
+    if again and draft.job is None:
+        print_problems(console(stderr=True), draft.problems)
+    elif not again and (draft.job is None or launcher.is_first_host):
+        print_draft(draft, stderr=draft.job is None)
+    return None if draft.job is None else _ready(draft.job, launcher)
+
+
+def _ready(job: Job, launcher: LauncherOptions) -> Ready:
+    """The launcher is handed what the filters leave, and not the filters: it does not find ``user@host`` by
+    them. srun takes its hosts from the filter, and knows no users. Nor does another process find the file
+    that is standard input here."""
+    of_this_process = (launcher.hostfile or "").startswith(("/dev/", "/proc/"))
+    filters = (launcher.include or launcher.exclude) and launcher.launcher != "slurm"
+    if job.world.hostfile is None or not (filters or of_this_process):
+        return Ready(job, launcher)
+    exact, world, hostfile = on_hosts(launcher, job.world)
+    return Ready(replace(job, world=world), exact, hostfile=hostfile)
+
+
+def _on_fewer_hosts(draft: Draft, found: HostCheck, launcher: LauncherOptions) -> Ready | None:
+    """The job without the hosts that fail their check; None, with the reasons in the draft, where it cannot
+    be."""
+    options = draft.options
+    whole = check(options, launcher, world=found.world)
+    bad = sorted({name for each in found.errors for name in each.hosts})
+    if whole.job is None or not bad:
+        return None
+    least = launcher.allow_fewer_hosts or 1
+
+    def on(world: object, batch: tuple[int, ...]) -> Draft:
+        return check(options, launcher, world=world, batch=batch)  # type: ignore[arg-type]
+
+    plan = plan_fewer(whole.job, found.usable, least, on)
+    if not isinstance(plan, Plan):
+        draft.problems += plan
+        return None
+    reasons = "; ".join(dict.fromkeys(each.problem.rule for each in found.errors if each.hosts))
+    say(describe_fewer(whole.job, plan, reasons))
+    exact, world, hostfile = on_hosts(launcher, plan.job.world)
+    return Ready(replace(plan.job, world=world), exact, plan.batch, hostfile)

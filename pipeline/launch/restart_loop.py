@@ -1,4 +1,9 @@
-"""A job from its first start to its last: each start is checked, and a failure may be followed by another."""
+"""A job from its first start to its last: each start is checked, and a failure may be followed by another.
+
+A restart costs a start-up and the steps since the last checkpoint, so it must lead somewhere: every restart
+counts until the job has completed a checkpoint that it did not have before, and a failure that comes back at
+the same step is not a matter of luck.
+"""
 
 from __future__ import annotations
 
@@ -7,47 +12,31 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
 
-from pipeline.base.problems import EXIT_FAILED, EXIT_STOPPED, EXIT_WRONG_JOB, JobError
+from pipeline.base.command import say
+from pipeline.base.problems import EXIT_STOPPED, EXIT_WRONG_JOB, JobError
+from pipeline.base.words import counted
 from pipeline.checkpoints.manifest import Checkpoint
 from pipeline.checkpoints.resume import select_checkpoint
 from pipeline.cluster.agent.coordinator_settings import Limits
 from pipeline.cluster.folder_lock import running_problems
 from pipeline.cluster.launcher_options import LauncherOptions
+from pipeline.cluster.outcome import Failure, Outcome
 from pipeline.job.job import Job
 from pipeline.job.options import Options
 from pipeline.job.report import console, print_problems
-from pipeline.job.resolve import Draft
 from pipeline.job.stop_file import with_stamp
-from pipeline.launch.fewer_hosts import Plan, describe, describe_return, on_hosts, plan_fewer
-from pipeline.launch.host_check.host_check import HostCheck
+from pipeline.launch.fewer_hosts import describe_return
 from pipeline.launch.host_check.reach import NoWay
-from pipeline.launch.host_check.table import hosts_line, hosts_table
-from pipeline.launch.launcher_process import say
-from pipeline.launch.preflight import can_ask_hosts, check, check_with_hosts, print_draft
-from pipeline.launch.restarts import RestartPolicy, resuming
-from pipeline.launch.run import Result
+from pipeline.launch.preflight import Ready, prepare
 from pipeline.launch.start import start_once
 
 # A file system forgets the lock of a client that has vanished after about 90 s (NFS).
 _LOCK_SECONDS = 120.0
-
-
-@dataclass(frozen=True)
-class Ready:
-    """A start that nothing stands in the way of.
-
-    Attributes:
-        launcher: Describes exactly these hosts.
-        batch: Sizes in place of the JSON's; empty for the JSON's own.
-        hostfile: Kept open for as long as the launcher may read it.
-    """
-
-    job: Job
-    launcher: LauncherOptions
-    batch: tuple[int, ...] = ()
-    hostfile: IO[bytes] | None = None
+FIRST_DELAY = 5.0
+LONGEST_DELAY = 300.0
+# Failures that a rank makes by itself. Hosts and launchers come and go.
+_OWN = ("error", "died", "hung")
 
 
 def run_job(
@@ -71,18 +60,17 @@ def run_job(
         return EXIT_WRONG_JOB
     policy = RestartPolicy(launcher.max_restarts)
     while True:
-        result = _start(ready, arguments)
+        outcome = _start(ready, arguments)
         try:
-            following = _next_start(ready, result, policy, options, launcher)
+            following = _next_start(ready, outcome, policy, options, launcher)
         except KeyboardInterrupt as request:
             say(f"\nStopped by {request} between two starts: no rank is running.")
             tell_how_to_go_on(ready.job, policy.saved, command)
             return EXIT_STOPPED
         if following is None:
-            saved = result.verdict is not None and result.verdict.saved is not None
-            if result.code == EXIT_FAILED or (result.code == EXIT_STOPPED and not saved):
+            if outcome.status == "failed" or (outcome.status == "stopped" and outcome.saved is None):
                 tell_how_to_go_on(ready.job, policy.saved, command)
-            return result.code
+            return outcome.exit_code
         if policy.saved is not None:
             options, arguments = replace(options, resume="auto"), resuming(arguments)
         if text := describe_return(ready.job, following.job):
@@ -91,7 +79,7 @@ def run_job(
 
 
 def _next_start(
-    ready: Ready, result: Result, policy: RestartPolicy, options: Options, launcher: LauncherOptions
+    ready: Ready, outcome: Outcome, policy: RestartPolicy, options: Options, launcher: LauncherOptions
 ) -> Ready | None:
     """Wait for the next start and check it, more than once where hosts are still away; None, after the
     reason, if there is none.
@@ -99,16 +87,16 @@ def _next_start(
     Raises:
         KeyboardInterrupt: somebody has asked for the end meanwhile.
     """
-    decision = policy.after(result.code, result.verdict, result.stopped)
+    decision = policy.after(outcome)
     while decision.restart:
-        delay = _delay(decision.delay, result, launcher)
+        delay = _delay(decision.delay, outcome, launcher)
         say(f"Starting again in {delay:.0f} s ({decision.reason}). Ctrl-C: no further start.")
         _wait(delay, ready.job.output_dir)
         resumed = options if policy.saved is None else replace(options, resume="auto")
         following = prepare(resumed, launcher, again=True)
         if following is not None:
             return following
-        decision = policy.after(EXIT_FAILED, None, stopped=False)
+        decision = policy.after(Outcome("failed", 0))
     if decision.reason:
         say(f"{decision.reason.capitalize()}.")
     return None
@@ -143,76 +131,18 @@ def _selected(job: Job, resume: str) -> Checkpoint | None:
         return None
 
 
-def prepare(options: Options, launcher: LauncherOptions, again: bool = False) -> Ready | None:
-    """Check the job and its hosts, and say what was found; None where it cannot start.
-
-    `again`: what has been printed before the first start is not repeated.
-    """
-    draft = check(options, launcher)
-    ready = None
-    if can_ask_hosts(draft, launcher):
-        draft, found = check_with_hosts(draft, launcher)
-        console(stderr=True).print(hosts_table(found) if found.problems else hosts_line(found))
-        if draft.job is None and launcher.allow_fewer_hosts is not None:
-            ready = _on_fewer_hosts(draft, found, launcher)
-    if ready is not None:
-        # The hosts they concern are left out, so that they refuse nothing.
-        print_problems(console(stderr=True), [replace(each, severity="warning") for each in draft.problems])
-        return ready
-    if again and draft.job is None:
-        print_problems(console(stderr=True), draft.problems)
-    elif not again and (draft.job is None or launcher.is_first_host):
-        print_draft(draft, stderr=draft.job is None)
-    return None if draft.job is None else _ready(draft.job, launcher)
-
-
-def _ready(job: Job, launcher: LauncherOptions) -> Ready:
-    """The launcher is handed what the filters leave, and not the filters: it does not find ``user@host`` by
-    them. srun takes its hosts from the filter, and knows no users. Nor does another process find the file
-    that is standard input here."""
-    of_this_process = (launcher.hostfile or "").startswith(("/dev/", "/proc/"))
-    filters = (launcher.include or launcher.exclude) and launcher.launcher != "slurm"
-    if job.world.hostfile is None or not (filters or of_this_process):
-        return Ready(job, launcher)
-    exact, world, hostfile = on_hosts(launcher, job.world)
-    return Ready(replace(job, world=world), exact, hostfile=hostfile)
-
-
-def _on_fewer_hosts(draft: Draft, found: HostCheck, launcher: LauncherOptions) -> Ready | None:
-    """The job without the hosts that fail their check; None, with the reasons in the draft, where it cannot
-    be."""
-    options = draft.options
-    whole = check(options, launcher, world=found.world)
-    bad = sorted({name for each in found.errors for name in each.hosts})
-    if whole.job is None or not bad:
-        return None
-    least = launcher.allow_fewer_hosts or 1
-
-    def on(world: object, batch: tuple[int, ...]) -> Draft:
-        return check(options, launcher, world=world, batch=batch)  # type: ignore[arg-type]
-
-    plan = plan_fewer(whole.job, found.usable, least, on)
-    if not isinstance(plan, Plan):
-        draft.problems += plan
-        return None
-    reasons = "; ".join(dict.fromkeys(each.problem.rule for each in found.errors if each.hosts))
-    say(describe(whole.job, plan, reasons))
-    exact, world, hostfile = on_hosts(launcher, plan.job.world)
-    return Ready(replace(plan.job, world=world), exact, plan.batch, hostfile)
-
-
-def _start(ready: Ready, arguments: Sequence[str]) -> Result:
+def _start(ready: Ready, arguments: Sequence[str]) -> Outcome:
     try:
         return start_once(ready.job.world, ready.job.output_dir, ready.launcher, arguments, ready.batch)
     except NoWay as error:
         say(f"error: {error}")
-        return Result(EXIT_FAILED)
+        return Outcome("failed", 0)
 
 
-def _delay(seconds: float, result: Result, launcher: LauncherOptions) -> float:
+def _delay(seconds: float, outcome: Outcome, launcher: LauncherOptions) -> float:
     """Ranks on a host that is cut off end at the same time as this launch gives the host up, or a little
     later."""
-    if result.verdict is None or not result.verdict.lost_hosts:
+    if not outcome.lost_hosts:
         return seconds
     limits = Limits.of(launcher.failure_timeout)
     return max(seconds, limits.grace + 2 * limits.beat)
@@ -224,3 +154,85 @@ def _wait(seconds: float, output_dir: str) -> None:
     deadline = time.monotonic() + _LOCK_SECONDS
     while running_problems(output_dir) and time.monotonic() < deadline:
         time.sleep(1.0)
+
+
+@dataclass(frozen=True)
+class RestartDecision:
+    """What follows a failure.
+
+    Attributes:
+        restart: Whether to start again.
+        delay: Seconds to wait before that.
+        reason: Why not, or which restart it is.
+    """
+
+    restart: bool
+    delay: float = 0.0
+    reason: str = ""
+
+
+class RestartPolicy:
+    """Decides after each start.
+
+    Args:
+        max_restarts: Restarts in a row that may pass without a new checkpoint; 0: no restarts.
+    """
+
+    def __init__(self, max_restarts: int) -> None:
+        self._max = max_restarts
+        self._in_vain = 0
+        self._saved: int | None = None
+        self._last: tuple[str, int, str] | None = None
+
+    @property
+    def saved(self) -> int | None:
+        """Step of the newest checkpoint that any of the starts has completed; None if none has."""
+        return self._saved
+
+    def after(self, outcome: Outcome) -> RestartDecision:
+        """What follows a start that ended so."""
+        if self._max == 0 or outcome.status != "failed":
+            return RestartDecision(False)
+        if outcome.on_request:
+            return RestartDecision(False, reason="not started again: it was asked to end")
+        progress = self._has_new_checkpoint(outcome.saved)
+        failure = outcome.failure
+        same = failure is not None and _key(failure) == self._last and not progress
+        self._last = _key(failure) if failure is not None and failure.kind in _OWN else None
+        if same and failure is not None:
+            return RestartDecision(
+                False, reason=f"not started again: the same failure after step {failure.step}, twice in a row"
+            )
+        self._in_vain = 1 if progress else self._in_vain + 1
+        if self._in_vain > self._max:
+            have = "has" if self._max == 1 else "have"
+            what = f"{counted(self._max, 'restart')} {have} brought no new checkpoint"
+            return RestartDecision(False, reason=f"not started again: {what}")
+        delay = min(LONGEST_DELAY, FIRST_DELAY * 2 ** (self._in_vain - 1))
+        return RestartDecision(
+            True, delay, f"restart {self._in_vain} of {self._max} since the last new checkpoint"
+        )
+
+    def _has_new_checkpoint(self, saved: int | None) -> bool:
+        """Whether the start has completed a checkpoint that there was not before."""
+        if saved is None or (self._saved is not None and saved <= self._saved):
+            return False
+        self._saved = saved
+        return True
+
+
+def _key(failure: Failure) -> tuple[str, int, str]:
+    return failure.kind, failure.step, failure.message
+
+
+def resuming(arguments: Sequence[str]) -> list[str]:
+    """A job's arguments, to go on from the newest checkpoint in its folder."""
+    kept, skip = [], False
+    for argument in arguments:
+        if skip:
+            skip = False
+        elif argument == "--resume":
+            skip = True
+        elif not argument.startswith("--resume="):
+            kept.append(argument)
+    return [*kept, "--resume", "auto"]

@@ -3,17 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from typing import Literal, NamedTuple
 
 from pipeline.job.job import Job
-
-
-class Ending(NamedTuple):
-    """How a run ended, with the steps done."""
-
-    status: Literal["finished", "stopped"]
-    step: int
-    message: str
 
 
 class RunFailed(Exception):

@@ -10,6 +10,7 @@ from pathlib import Path
 from pipeline.base.problems import JobError
 from pipeline.checkpoints.load import go_on_from, load_checkpoint
 from pipeline.cluster.agent.rank_link import RankLink
+from pipeline.cluster.outcome import Outcome
 from pipeline.cluster.rank_environment import RankEnvironment
 from pipeline.engine.agreement import first_reason, gather_rows
 from pipeline.engine.build import build_engine
@@ -19,7 +20,7 @@ from pipeline.engine.engine import TrainEngine
 from pipeline.job.job import Job
 from pipeline.job.model_source import TOKENIZER_FOLDER
 from pipeline.job.run_file import write_run_file
-from pipeline.training.ending import Ending, RunFailed, resume_hint
+from pipeline.training.ending import RunFailed, resume_hint
 from pipeline.training.first_weights import first_weights
 from pipeline.training.preparing import Prepared, prepare
 from pipeline.training.quiet import captured_stdout
@@ -35,12 +36,12 @@ def run(
     job: Job,
     environment: RankEnvironment,
     stop: StopRequest,
-    record: Callable[[Ending], None],
+    record: Callable[[Outcome], None],
     link: RankLink,
-) -> Ending:
+) -> Outcome:
     """Train `job` as the rank that `environment` describes.
 
-    `record` is called by rank 0 with the ending, before any rank leaves: a launcher ends all ranks as soon as
+    Rank 0 calls `record` with the outcome before any rank leaves: a launcher ends all ranks as soon as
     one has left with an exit code other than 0, which a stopped run's is. `link` hears how far the rank is.
 
     Raises:
@@ -55,15 +56,15 @@ def run(
     with _fails_after(prepared.state.step):
         link.progress("building", prepared.state.step)
         engine = _build(prepared)
-        ending = _load(engine, prepared)
+        outcome = _load(engine, prepared)
         if environment.rank == 0:
             write_run_file(job)  # only now: the folder belongs to a job that could be built
             prepared.data.tokenizer.save(Path(job.output_dir) / TOKENIZER_FOLDER)
-    if ending is None:
-        ending = _train(engine, prepared)
-    with _fails_after(ending.step):
-        _leave(prepared, ending, record)
-    return ending
+    if outcome is None:
+        outcome = _train(engine, prepared)
+    with _fails_after(outcome.step):
+        _leave(prepared, outcome, record)
+    return outcome
 
 
 @contextlib.contextmanager
@@ -84,8 +85,8 @@ def _build(prepared: Prepared) -> TrainEngine:
         return build_engine(job, parallel, weights)
 
 
-def _load(engine: TrainEngine, prepared: Prepared) -> Ending | None:
-    """Go on from the checkpoint, if there is one; the ending, where the run is to stop before that."""
+def _load(engine: TrainEngine, prepared: Prepared) -> Outcome | None:
+    """Go on from the checkpoint, if there is one; the outcome, where the run is to stop before that."""
     checkpoint = prepared.selection.checkpoint
     if checkpoint is None:
         return None
@@ -97,14 +98,14 @@ def _load(engine: TrainEngine, prepared: Prepared) -> Ending | None:
         return None
     if proven:
         go_on_from(engine, checkpoint)  # for the next start, which may not name it again
-    ending = Ending("stopped", checkpoint.state.step, reason_text(reason))
+    outcome = Outcome("stopped", checkpoint.state.step, message=reason_text(reason))
     before = "was read" if proven else "was proven"
-    what = f"stopped at step {ending.step} before its checkpoint {before} ({ending.message})"
+    what = f"stopped at step {outcome.step} before its checkpoint {before} ({outcome.message})"
     prepared.console.message(f"{what}; {resume_hint(prepared.job, by_name=not proven)}")
-    return ending
+    return outcome
 
 
-def _train(engine: TrainEngine, prepared: Prepared) -> Ending:
+def _train(engine: TrainEngine, prepared: Prepared) -> Outcome:
     """Raises RunFailed."""
     prepared.console.start(start_lines(prepared.job, prepared.data, prepared.selection))
     try:
@@ -115,12 +116,12 @@ def _train(engine: TrainEngine, prepared: Prepared) -> Ending:
         prepared.console.finish()
 
 
-def _leave(prepared: Prepared, ending: Ending, record: Callable[[Ending], None]) -> None:
-    if ending.status == "stopped":
+def _leave(prepared: Prepared, outcome: Outcome, record: Callable[[Outcome], None]) -> None:
+    if outcome.status == "stopped":
         prepared.stopping.obeyed()
     if prepared.parallel.rank == 0:
-        record(ending)
+        record(outcome)
     gather_rows(prepared.parallel, 0)  # a barrier: nobody leaves before that
-    prepared.link.ending(*ending)
+    prepared.link.ending(outcome.status, outcome.step, outcome.message)
     stop_distributed()
     prepared.remote.close()

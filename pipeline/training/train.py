@@ -11,6 +11,7 @@ from typing import NamedTuple
 from pipeline.base.words import counted
 from pipeline.checkpoints.saver import Saver
 from pipeline.checkpoints.snapshot import set_random_state
+from pipeline.cluster.outcome import Outcome
 from pipeline.data.loader import BatchLoader, eval_batches
 from pipeline.engine.engine import TrainEngine
 from pipeline.job.job import Job
@@ -19,7 +20,7 @@ from pipeline.model.flops import training_flops_per_token
 from pipeline.training.best_losses import best_line
 from pipeline.training.console import evaluation_line
 from pipeline.training.devices import peak_tflops
-from pipeline.training.ending import Ending, go_on_hint, resume_hint
+from pipeline.training.ending import go_on_hint, resume_hint
 from pipeline.training.loop import Abandoned, EvalSet, Loop, TrainingDiverged, evaluate
 from pipeline.training.metrics import METRICS_FILE, EvalMetrics, MetricsFile, MetricsSink, Speedometer
 from pipeline.training.monitors import Monitors
@@ -36,7 +37,7 @@ class Sinks(NamedTuple):
     monitors: Sequence[MetricsSink] = ()
 
 
-def train(engine: TrainEngine, prepared: Prepared) -> Ending:
+def train(engine: TrainEngine, prepared: Prepared) -> Outcome:
     """Loop, then the last words: held-out loss, a sample of text, how to go on. Collective.
 
     Raises:
@@ -61,9 +62,9 @@ def train(engine: TrainEngine, prepared: Prepared) -> Ending:
         if status == "stopped":
             stopped = f"stopped after step {done} of {prepared.job.train_steps} ({loop.stop_reason})"
             prepared.console.message(f"{stopped}; {resume_hint(prepared.job)}")
-            return Ending("stopped", done, loop.stop_reason)
+            return Outcome("stopped", done, message=loop.stop_reason)
         _last_words(loop, prepared)
-    return Ending("finished", done, "")
+    return Outcome("finished", done)
 
 
 def _loader(prepared: Prepared) -> BatchLoader:

@@ -8,8 +8,8 @@ import pytest
 
 from pipeline.base.problems import Problem
 from pipeline.cluster.launcher_options import LauncherOptions, launcher_problems, split_arguments
+from pipeline.cluster.outcome import Outcome
 from pipeline.launch import launch, restart_loop
-from pipeline.launch.run import Result
 
 
 def test_launcher_options_are_taken_out_wherever_they_stand() -> None:
@@ -82,6 +82,6 @@ def test_a_wrong_job_starts_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 def test_the_dict_for_deepspeed_is_printed_before_the_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(restart_loop, "start_once", lambda *_: Result(0))
+    monkeypatch.setattr(restart_loop, "start_once", lambda *_: Outcome("finished", 1))
     assert launch.main(["--print_config", "--output_dir", str(tmp_path)]) == 0
     assert '"train_micro_batch_size_per_gpu"' in capsys.readouterr().out

@@ -16,8 +16,8 @@ from pipeline.cluster.agent.coordinator_settings import CoordinatorSettings
 from pipeline.cluster.agent.launch_spec import LaunchSpec, encode
 from pipeline.cluster.outcome import Outcome, read_outcome, write_outcome
 from pipeline.launch.launcher_command import Launch
-from pipeline.launch.launcher_process import Ended, LauncherProcess
-from pipeline.launch.run import conclude, run_launch
+from pipeline.launch.launcher_process import LauncherExit, LauncherProcess
+from pipeline.launch.start import conclude, run_launch
 from tests.processes import is_running
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +33,7 @@ def start(folder: Path, code: str, stop_timeout: float = 20.0) -> int:
         f"    write_outcome({str(folder)!r}, Outcome(status, 5, port, rank))\n" + code
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return run_launch(Launch((sys.executable, str(script)), environment, 7), folder, stop_timeout).code
+    return run_launch(Launch((sys.executable, str(script)), environment, 7), folder, stop_timeout).exit_code
 
 
 @pytest.mark.parametrize(
@@ -138,24 +138,24 @@ def test_a_stop_before_there_are_ranks_says_so(
     )
     launch = Launch((sys.executable, str(script)), dict(os.environ), 7)
     began = time.monotonic()
-    assert run_launch(launch, tmp_path, 20.0, coordinator).code == 3
+    assert run_launch(launch, tmp_path, 20.0, coordinator).exit_code == 3
     assert time.monotonic() - began < 5
     said = capsys.readouterr().err
     assert f"Stopped before the first step ({number.name}): this start had nothing to save." in said
-    assert "without a word" not in said
+    assert "without reporting" not in said
 
 
 def test_agents_say_by_their_exit_code_that_ranks_had_not_begun() -> None:
     """Where each host has a launch of its own, and no rank knew its output folder yet."""
-    assert conclude(None, Ended(3, signal.SIGTERM, killed=False)) == 3
-    assert conclude(None, Ended(3, signal.SIGTERM, killed=True)) == 1
-    assert conclude(None, Ended(3, None, killed=False)) == 1
+    assert conclude(None, LauncherExit(3, signal.SIGTERM, killed=False)).exit_code == 3
+    assert conclude(None, LauncherExit(3, signal.SIGTERM, killed=True)).exit_code == 1
+    assert conclude(None, LauncherExit(3, None, killed=False)).exit_code == 1
 
 
 def test_agents_say_by_their_exit_code_that_the_job_is_wrong() -> None:
-    assert conclude(None, Ended(2, None, killed=False), says_by_code=True) == 2
-    assert conclude(None, Ended(2, None, killed=False)) == 1  # with a coordinator, nobody has said so
-    assert conclude(None, Ended(1, None, killed=False), says_by_code=True) == 1
+    assert conclude(None, LauncherExit(2, None, killed=False), is_told_by_code=True).exit_code == 2
+    assert conclude(None, LauncherExit(2, None, killed=False)).exit_code == 1  # a coordinator would know
+    assert conclude(None, LauncherExit(1, None, killed=False), is_told_by_code=True).exit_code == 1
 
 
 def test_a_rank_outside_the_checked_world_is_a_wrong_job(
@@ -173,7 +173,9 @@ def test_a_rank_outside_the_checked_world_is_a_wrong_job(
     place = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_SIZE": "3"}
     environment = os.environ | place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "7"}
     assert (
-        run_launch(Launch((sys.executable, "-c", launcher), environment, 7), tmp_path, 20.0, coordinator).code
+        run_launch(
+            Launch((sys.executable, "-c", launcher), environment, 7), tmp_path, 20.0, coordinator
+        ).exit_code
         == 2
     )
     assert "the world that was checked has 2 ranks" in capsys.readouterr().err
@@ -225,5 +227,5 @@ def test_an_interrupted_rank_that_does_not_listen_yet_prints_no_traceback(tmp_pa
 def test_handlers_are_put_back(tmp_path: Path) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     ended = LauncherProcess(1.0, print).run((sys.executable, "-c", "raise SystemExit(4)"), dict(os.environ))
-    assert ended == Ended(4, None, False)
+    assert ended == LauncherExit(4, None, False)
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before

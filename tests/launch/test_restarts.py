@@ -13,9 +13,10 @@ import pytest
 from pipeline.checkpoints.lineage import write_lineage
 from pipeline.checkpoints.manifest import TrainState, read_checkpoint
 from pipeline.checkpoints.resume import lineage_after
-from pipeline.cluster.agent.rank_table import Failure, RankTable, Verdict, error_kind, first_failure, ranges
+from pipeline.cluster.agent.rank_table import RankTable, error_kind, first_failure, ranges
 from pipeline.cluster.hostfile import read_hostfile
 from pipeline.cluster.launcher_options import LauncherOptions, launcher_problems
+from pipeline.cluster.outcome import Failure, Outcome, Status
 from pipeline.job.job import Job
 from pipeline.job.options import Options
 from pipeline.job.stop_file import read_stamp
@@ -23,7 +24,7 @@ from pipeline.job.world import Host, World
 from pipeline.launch import restart_loop
 from pipeline.launch.fewer_hosts import (
     Plan,
-    describe,
+    describe_fewer,
     describe_return,
     on_hosts,
     plan_fewer,
@@ -31,9 +32,7 @@ from pipeline.launch.fewer_hosts import (
     separate_folders,
 )
 from pipeline.launch.preflight import check
-from pipeline.launch.restart_loop import tell_how_to_go_on
-from pipeline.launch.restarts import RestartPolicy, resuming
-from pipeline.launch.run import Result
+from pipeline.launch.restart_loop import RestartPolicy, resuming, tell_how_to_go_on
 from tests.checkpoints.saved_runs import job_in
 from tests.checkpoints.saved_runs import saved as saved_checkpoint
 
@@ -43,29 +42,29 @@ WORLD = World(HOSTS, "cuda", None, True, "hosts")
 
 def failed(
     step: int = 3, saved: int | None = None, kind: str = "error", message: str = "full disk"
-) -> Verdict:
+) -> Outcome:
     failure = Failure(kind, 1, step, message)  # type: ignore[arg-type]
-    return Verdict("failed", step, message, 1, failure, saved=saved)
+    return Outcome("failed", step, 0, 1, message, failure, saved=saved)
 
 
-def decisions(policy: RestartPolicy, *verdicts: Verdict | None) -> list[bool]:
-    return [policy.after(1, verdict, stopped=False).restart for verdict in verdicts]
+def decisions(policy: RestartPolicy, *outcomes: Outcome) -> list[bool]:
+    return [policy.after(outcome).restart for outcome in outcomes]
 
 
-@pytest.mark.parametrize("code", [0, 2, 3])
-def test_only_failures_are_followed_by_a_start(code: int) -> None:
-    assert not RestartPolicy(3).after(code, failed(), stopped=False).restart
+@pytest.mark.parametrize("status", ["finished", "wrong_job", "stopped"])
+def test_only_failures_are_followed_by_a_start(status: Status) -> None:
+    assert not RestartPolicy(3).after(replace(failed(), status=status)).restart
 
 
 def test_whoever_asked_for_the_end_gets_it() -> None:
-    assert not RestartPolicy(3).after(1, failed(saved=2), stopped=True).restart
-    assert not RestartPolicy(0).after(1, failed(saved=2), stopped=False).restart
+    assert not RestartPolicy(3).after(replace(failed(saved=2), on_request=True)).restart
+    assert not RestartPolicy(0).after(failed(saved=2)).restart
 
 
 def test_restarts_in_vain_are_counted_and_delayed() -> None:
     policy = RestartPolicy(3)
     lost = [failed(step, kind="lost", message="h2 is gone") for step in (3, 3, 3, 3)]
-    found = [policy.after(1, verdict, stopped=False) for verdict in lost]
+    found = [policy.after(outcome) for outcome in lost]
     assert [each.restart for each in found] == [True, True, True, False]
     assert [each.delay for each in found[:3]] == [5, 10, 20]
     assert "3 restarts have brought no new checkpoint" in found[3].reason
@@ -81,8 +80,8 @@ def test_a_new_checkpoint_begins_the_count_anew() -> None:
 
 def test_the_same_failure_at_the_same_step_is_not_tried_a_third_time() -> None:
     policy = RestartPolicy(9)
-    assert policy.after(1, failed(3, 2), stopped=False).restart
-    decision = policy.after(1, failed(3), stopped=False)
+    assert policy.after(failed(3, 2)).restart
+    decision = policy.after(failed(3))
     assert not decision.restart and "the same failure after step 3, twice" in decision.reason
     # Hosts may be lost as often as they like, and another step is another failure.
     assert decisions(RestartPolicy(9), *[failed(3, kind="lost")] * 3) == [True] * 3
@@ -90,7 +89,7 @@ def test_the_same_failure_at_the_same_step_is_not_tried_a_third_time() -> None:
 
 
 def test_a_start_that_reached_no_rank_counts() -> None:
-    assert decisions(RestartPolicy(2), None, None, None) == [True, True, False]
+    assert decisions(RestartPolicy(2), *[Outcome("failed", 0)] * 3) == [True, True, False]
 
 
 def test_a_restart_goes_on_whatever_the_first_start_was_told() -> None:
@@ -119,7 +118,7 @@ def test_a_stop_between_two_starts_is_a_stop(
             raise KeyboardInterrupt("SIGTERM")
 
     monkeypatch.setattr(restart_loop, "prepare", prepare)
-    monkeypatch.setattr(restart_loop, "start_once", lambda *_: Result(1, failed(5, saved)))
+    monkeypatch.setattr(restart_loop, "start_once", lambda *_: failed(5, saved))
     monkeypatch.setattr(restart_loop.time, "sleep", sleep)
     assert restart_loop.run_job(options(tmp_path), LauncherOptions(max_restarts=2), [], ["./launch.sh"]) == 3
     said = capsys.readouterr().err.partition("Stopped by SIGTERM between two starts: no rank is running.\n")[
@@ -139,9 +138,9 @@ def test_a_stop_file_counts_from_the_moment_of_the_launch(
         (Path(job.output_dir) / "STOP").touch()
         return restart_loop.Ready(replace(job, options=asked), LauncherOptions())
 
-    def start(*arguments: object) -> Result:
+    def start(*arguments: object) -> Outcome:
         given.append(arguments[3])
-        return Result(3, stopped=True)
+        return Outcome("stopped", 0, on_request=True)
 
     monkeypatch.setattr(restart_loop, "prepare", prepare)
     monkeypatch.setattr(restart_loop, "start_once", start)
@@ -162,7 +161,7 @@ def test_a_restart_that_is_refused_says_only_why(tmp_path: Path, capsys: pytest.
 def test_a_stop_of_a_second_start_before_its_first_step_names_the_checkpoint_that_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    results = [Result(1, failed(5, 4)), Result(3, stopped=True)]
+    results = [failed(5, 4), Outcome("stopped", 0, on_request=True)]
     ready = restart_loop.Ready(full(tmp_path), LauncherOptions(max_restarts=2))
     monkeypatch.setattr(restart_loop, "prepare", lambda *_, **__: ready)
     monkeypatch.setattr(restart_loop, "start_once", lambda *_: results.pop(0))
@@ -183,7 +182,7 @@ def test_a_lost_peer_is_no_cause() -> None:
     assert first_failure([peer, own]) is own
     assert first_failure([peer]) is peer
     assert first_failure([]) is None
-    assert RankTable(failures=[peer, own]).verdict().rank == 3
+    assert RankTable(failures=[peer, own]).outcome(1).rank == 3
 
 
 def test_lists_of_ranks_are_short() -> None:
@@ -245,7 +244,7 @@ def test_a_step_stays_what_it_was(tmp_path: Path, json, usable, ranks: int, batc
     same = ("pipeline", "sequence", "tensor")
     assert [getattr(plan.job.mesh, name) for name in same] == [getattr(job.mesh, name) for name in same]
     assert plan.job.mesh.data < job.mesh.data
-    text = describe(job, plan, "unreachable")
+    text = describe_fewer(job, plan, "unreachable")
     assert "\n" not in text and f"data-parallel size {plan.job.mesh.data} instead of {job.mesh.data}" in text
 
 

@@ -17,8 +17,9 @@ import pytest
 from pipeline import pretrain
 from pipeline.checkpoints.manifest import TrainState
 from pipeline.cluster import outcome
+from pipeline.cluster.outcome import Outcome
 from pipeline.training import run
-from pipeline.training.ending import Ending, RunFailed
+from pipeline.training.ending import RunFailed
 from tests.harness import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,7 +105,7 @@ def test_a_finished_rank_ends_with_0_while_gloo_frees_tensors(tmp_path: Path):
 def test_a_failure_is_one_after_the_steps_that_the_run_has(fails: str, monkeypatch: pytest.MonkeyPatch):
     """Also while its engine is built, and when all is done."""
     prepared = SimpleNamespace(state=TrainState(step=5))
-    steps = {"prepare": prepared, "_build": None, "_load": Ending("stopped", 7, ""), "_leave": None}
+    steps = {"prepare": prepared, "_build": None, "_load": Outcome("stopped", 7), "_leave": None}
     for name, value in steps.items():
         monkeypatch.setattr(run, name, Mock(return_value=value))
     monkeypatch.setattr(run, fails, Mock(side_effect=OSError("No space left on device")))

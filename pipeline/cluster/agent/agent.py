@@ -21,9 +21,11 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
+from pipeline.base.command import say
 from pipeline.base.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_WRONG_JOB, JobError
 from pipeline.cluster.agent.connection import Connection, Message
 from pipeline.cluster.agent.coordinator import LOGS_FOLDER, Coordinator
@@ -404,13 +406,13 @@ class Agent:
         if self._reported is None:
             return False
         if self._coordinator is not None:
-            return self._coordinator.verdict is not None and self._released
+            return self._coordinator.outcome is not None and self._released
         if self._client.connection is None:  # it has never found a coordinator
             return time.monotonic() - self._reported > self._limits.silence
         return self._released or bool(self._client.lost)
 
     def _farewell(self) -> None:
-        """The last things, when all ranks have ended: the verdict for the host's folder, the log's end."""
+        """The last things, when all ranks have ended: the outcome for the host's folder, the log's end."""
         folder = self._output.folder
         if folder is not None and self._environment.local_rank == 0:
             with contextlib.suppress(OSError):  # a full disk: the launch has it from the coordinator
@@ -424,8 +426,7 @@ class Agent:
     def _write_outcome(self, folder: Path) -> None:
         port = self._environment.master_port
         if self._outcome is not None:
-            outcome = Outcome(**vars(self._outcome) | {"master_port": port})
-            write_outcome(folder, outcome, is_verdict=True)
+            write_outcome(folder, replace(self._outcome, master_port=port), is_final=True)
         elif read_outcome(folder, port) is None:  # there is nobody to say how it ended
             outcome = Outcome("failed", self._step, port, self._environment.rank, self._client.lost)
             write_outcome(folder, outcome)
@@ -446,9 +447,3 @@ class Agent:
         if code == 0 and not self._said_ending:
             return EXIT_FAILED
         return code if code >= 0 else 128 - code
-
-
-def say(line: str) -> None:
-    """One line on standard error."""
-    with contextlib.suppress(OSError):  # the terminal is gone
-        print(line, file=sys.stderr, flush=True)

@@ -23,11 +23,8 @@ from pipeline.cluster.agent.coordinator_settings import CoordinatorSettings, Lim
 from pipeline.cluster.agent.handshake_listener import HandshakeListener
 from pipeline.cluster.agent.messages import is_report
 from pipeline.cluster.agent.rank_table import (
-    Failure,
-    Kind,
     RankState,
     RankTable,
-    Verdict,
     describe_exit,
     late_death,
     ranges,
@@ -35,6 +32,7 @@ from pipeline.cluster.agent.rank_table import (
 from pipeline.cluster.agent.stacks import grouped_stacks
 from pipeline.cluster.agent.start_phases import StartPhases
 from pipeline.cluster.agent.step_watch import StepWatch
+from pipeline.cluster.outcome import Failure, Kind, Outcome
 
 # In the output folder: a folder for each start, in it a file for each rank.
 LOGS_FOLDER = "logs"
@@ -46,7 +44,7 @@ STACKS_SECONDS = 3.0
 
 
 class Coordinator:
-    """See the module's text. Call `poll` again and again until `verdict` is there.
+    """See the module's text. Call `poll` again and again until `outcome` is there.
 
     Args:
         port: Where to listen; 0: a free one.
@@ -68,7 +66,7 @@ class Coordinator:
         self._limits = Limits.of(settings.failure_timeout)
         self._say = say
         self.table = RankTable()
-        self.verdict: Verdict | None = None
+        self.outcome: Outcome | None = None
         self.master: tuple[str, int] | None = None
         self._selector = selectors.DefaultSelector()
         key, size, is_public = settings.key, settings.world_size, settings.key_is_public
@@ -131,13 +129,13 @@ class Coordinator:
     def end(self, kind: Kind, message: str, rank: int | None = None, at_once: bool = False) -> None:
         """End every rank: something is wrong. `at_once`: without a time to end by itself."""
         self._fail(Failure(kind, rank, self.table.step, message, at=time.monotonic()))
-        if at_once and self.verdict is None:
+        if at_once and self.outcome is None:
             self._tell_failure()
             self._broadcast(do="end", grace=0.0)
             self._deadline = time.monotonic() + self._limits.beat + 1.0
 
     def linger(self, seconds: float = 2.0) -> None:
-        """Serve until the agents have left, which they do when they have heard the verdict, and close."""
+        """Serve until the agents have left, which they do when they have heard the outcome, and close."""
         deadline = time.monotonic() + seconds
         while self._ranks and time.monotonic() < deadline:
             self.poll(0.05)
@@ -205,7 +203,7 @@ class Coordinator:
         self._first_hello = self._first_hello or time.monotonic()
         self._agents[rank] = connection
         self.table.states[rank] = RankState(rank, number, name, time.monotonic())
-        if self.table.failures or self.verdict:
+        if self.table.failures or self.outcome:
             connection.send(do="end", grace=0.0)
         if rank == 0:
             self.master = self._rendezvous(connection, hello)
@@ -322,7 +320,7 @@ class Coordinator:
         if now - self._beat >= self._limits.beat:
             self._beat = now
             self._broadcast(do="beat")
-        if self.verdict is not None:
+        if self.outcome is not None:
             return
         self._check_silence(now)
         self._check_start(now)
@@ -382,12 +380,12 @@ class Coordinator:
 
     def _fail(self, failure: Failure) -> None:
         self.table.failures.append(failure)
-        if self._settle is None and self._deadline is None and self.verdict is None:
+        if self._settle is None and self._deadline is None and self.outcome is None:
             self._settle = time.monotonic() + SETTLE_SECONDS
 
     def _tell_failure(self) -> None:
-        failure = self.table.verdict().failure
-        if failure is None:  # rank 0 has said that all is done
+        failure = self.table.cause
+        if failure is None or failure.kind == "early":  # the launch says that nothing had begun
             return
         where = ""
         if failure.rank is not None and failure.rank in self.table.states:
@@ -412,7 +410,8 @@ class Coordinator:
         return self._settle is None
 
     def _conclude(self) -> None:
-        self.verdict = verdict = self.table.verdict()
+        port = self.master[1] if self.master else 0
+        self.outcome = self.table.outcome(port)
         if lost := self.table.lost:
             self._say(
                 f"Contact with {self.table.places(lost)} was lost: what still runs there holds its devices "
@@ -423,5 +422,4 @@ class Coordinator:
             self._say(
                 f"The first host, which gathers the logs, is gone: those of {where} stay in {self._logs}."
             )
-        port = self.master[1] if self.master else 0
-        self._broadcast(do="release", outcome=vars(verdict.outcome(port)), lost=self.table.lost)
+        self._broadcast(do="release", outcome=self.outcome.written(), lost=self.table.lost)

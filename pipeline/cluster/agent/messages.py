@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import get_args
 
 from pipeline.cluster.agent.connection import Message
-from pipeline.cluster.agent.rank_table import Kind, Phase
-from pipeline.cluster.outcome import Status
+from pipeline.cluster.agent.rank_table import Phase
+from pipeline.cluster.outcome import Kind, Status
 
 _NONE = type(None)
 _TEXT, _NUMBER, _SECONDS = (str,), (int,), (int, float)

@@ -9,20 +9,15 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from pipeline.cluster.outcome import Outcome
+from pipeline.cluster.outcome import Failure, Kind, Outcome, Status
 
 # What a rank is doing. Data may be tokenized for hours by one rank while the others wait.
 Phase = Literal[
     "starting", "preparing data", "joining", "building", "training", "evaluating", "saving", "finishing",
 ]  # fmt: skip
-# error: raised and reported. died: ended without a word. lost: no contact with its host. hung: no progress.
-# launcher: what started it is gone. refused: the job is wrong there. ended: somebody asked for the end.
-# early: the same, before the rank took signals, when there was nothing to save.
-# peer: an error that says that another rank is gone.
-Kind = Literal["error", "died", "lost", "hung", "launcher", "refused", "ended", "early", "peer"]
 _CONSEQUENCES = ("peer",)
 # How gloo, NCCL and torch's store say that the other end is gone.
 _PEER_WORDS = (
@@ -56,48 +51,6 @@ class RankState:
     message: str = ""
     code: int | None = None
     gone: bool = False
-
-
-@dataclass(frozen=True)
-class Failure:
-    """One thing that went wrong.
-
-    Attributes:
-        message: One line.
-        text: A traceback, the last lines of a rank's output, or the problems of a job; may be empty.
-        at: When the coordinator heard of it.
-    """
-
-    kind: Kind
-    rank: int | None
-    step: int
-    message: str
-    text: str = ""
-    at: float = 0.0
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """How a start ended.
-
-    Attributes:
-        failure: The first, where it failed or was refused.
-        lost_hosts: Numbers of the hosts that contact was lost with.
-        step: Last step that was taken.
-        saved: Step of the newest checkpoint that this start completed; None if it completed none.
-    """
-
-    status: Literal["finished", "stopped", "failed", "wrong_job"]
-    step: int
-    message: str = ""
-    rank: int = 0
-    failure: Failure | None = None
-    lost_hosts: tuple[int, ...] = ()
-    saved: int | None = None
-
-    def outcome(self, master_port: int) -> Outcome:
-        """As it is written to the output folder."""
-        return Outcome(self.status, self.step, master_port, self.rank, self.message)
 
 
 @dataclass
@@ -134,27 +87,31 @@ class RankTable:
         return f"{rank_list([state.rank for state in known])} ({hosts})"
 
     @property
-    def spoken(self) -> str | None:
-        """Rank 0's word about the end of the run: it gives it when all is done and saved on every rank."""
-        first = self.states.get(0)
-        return first.ending if first else None
+    def cause(self) -> Failure | None:
+        """The first failure; None where rank 0 has reported that all is done and saved on every rank: what
+        fails in a rank that leaves after that changes nothing."""
+        return None if self._reported_end is not None else first_failure(self.failures)
 
-    def verdict(self) -> Verdict:
-        """How it ended, when nothing runs any more. Rank 0's word stands: what fails in a rank that leaves
-        after it changes nothing that was saved."""
-        lost = {self.states[rank].host for rank in self.lost}
-        common = {"lost_hosts": tuple(sorted(lost)), "saved": self.saved}
+    @property
+    def _reported_end(self) -> RankState | None:
         first = self.states.get(0)
-        if first is not None and first.ending in ("finished", "stopped"):
-            return Verdict(first.ending, first.step, first.message, **common)  # type: ignore[arg-type]
-        failure = first_failure(self.failures)
+        return first if first is not None and first.ending in ("finished", "stopped") else None
+
+    def outcome(self, master_port: int) -> Outcome:
+        """How the start ended, when nothing runs any more."""
+        lost = tuple(sorted({self.states[rank].host for rank in self.lost}))
+        return replace(self._outcome(), master_port=master_port, lost_hosts=lost, saved=self.saved)
+
+    def _outcome(self) -> Outcome:
+        if (first := self._reported_end) is not None:
+            return Outcome(first.ending, first.step, message=first.message)  # type: ignore[arg-type]
+        failure = self.cause
         if failure is None:
-            return Verdict("failed", self.step, "the ranks ended without a word", **common)  # type: ignore[arg-type]
+            return Outcome("failed", self.step, message="the ranks exited without reporting a result")
         if failure.kind == "early":
-            return Verdict("stopped", 0, failure.message, failure.rank or 0, **common)  # type: ignore[arg-type]
-        status = "wrong_job" if failure.kind == "refused" else "failed"
-        rank = 0 if failure.rank is None else failure.rank
-        return Verdict(status, failure.step, failure.message, rank, failure, **common)  # type: ignore[arg-type]
+            return Outcome("stopped", 0, rank=failure.rank or 0, message=failure.message)
+        status: Status = "wrong_job" if failure.kind == "refused" else "failed"
+        return Outcome(status, failure.step, 0, failure.rank or 0, failure.message, failure)
 
 
 def first_failure(failures: Iterable[Failure]) -> Failure | None:

@@ -17,7 +17,7 @@ from pipeline.cluster.agent.coordinator import Coordinator
 from pipeline.cluster.agent.coordinator_settings import CoordinatorSettings
 from pipeline.cluster.agent.credential import introduce
 from pipeline.cluster.agent.launch_spec import LaunchSpec, encode
-from pipeline.cluster.agent.rank_table import Verdict
+from pipeline.cluster.outcome import Outcome
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
 TIMEOUT = 6.0
@@ -105,10 +105,10 @@ class Start:
             assert time.monotonic() < deadline, (self.said, self.coordinator.table)
             self.coordinator.poll(0.05)
 
-    def verdict(self, seconds: float = 20) -> Verdict:
-        self.until(lambda: self.coordinator.verdict is not None, seconds)
+    def outcome(self, seconds: float = 20) -> Outcome:
+        self.until(lambda: self.coordinator.outcome is not None, seconds)
         self.coordinator.linger(3)
-        return self.coordinator.verdict
+        return self.coordinator.outcome
 
     def codes(self) -> list[int]:
         return [agent.wait(5) for agent in self.agents]

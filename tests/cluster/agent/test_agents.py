@@ -27,8 +27,8 @@ def test_ranks_that_finish(start: Start) -> None:
     first, *others = [rank["arguments"] for rank in start.ranks()]
     assert first == [*others[0], "--stop_stamp", first[-1]] and others[0] == others[1]
     assert first[-1].endswith(f":none:{stop[1]}")
-    verdict = start.verdict()
-    assert (verdict.status, verdict.step) == ("finished", 3)
+    outcome = start.outcome()
+    assert (outcome.status, outcome.step) == ("finished", 3)
     assert start.codes() == [0, 0, 0]
     outcome = json.loads((start.folder / "outcome.json").read_text())
     assert outcome["status"] == "finished"
@@ -54,7 +54,7 @@ def test_the_jobs_arguments_come_from_the_hub_however_long_they_are(tmp_path: Pa
         assert given == ["--local_rank=0", *job]
         # The launch may be on another system than rank 0, whose agent has looked for the file that stops it.
         assert option == "--stop_stamp" and stamp.endswith(f":none:{tmp_path}/STOP")
-        assert start.verdict().status == "finished"
+        assert start.outcome().status == "finished"
     finally:
         start.coordinator.close()
     assert start.codes() == [0]
@@ -65,7 +65,7 @@ def test_ranks_get_the_rendezvous_that_is_free_where_rank_0_is(start: Start) -> 
     places = [rank["environment"] for rank in start.ranks()]
     assert {place["MASTER_ADDR"] for place in places} == {"127.0.0.1"}
     (port,) = {int(place["MASTER_PORT"]) for place in places}
-    assert (port, start.verdict().status) == (start.coordinator.master[1], "finished")
+    assert (port, start.outcome().status) == (start.coordinator.master[1], "finished")
     assert port > 1
 
 
@@ -86,10 +86,10 @@ def test_the_first_rank_that_fails_is_named(start: Start, fault: str, message: s
     start.all("100", "0.5", f"1:3:{fault}", "0:3:peer")
     pids = [rank["pid"] for rank in start.ranks()]
     began = time.monotonic()
-    verdict = start.verdict()
+    outcome = start.outcome()
     assert time.monotonic() - began < TIMEOUT + 2
-    assert (verdict.status, verdict.rank, verdict.step, verdict.message) == ("failed", 1, 2, message)
-    assert text in verdict.failure.text
+    assert (outcome.status, outcome.rank, outcome.step, outcome.message) == ("failed", 1, 2, message)
+    assert text in outcome.failure.text
     assert any("rank 1 on" in line and message in line for line in start.said)
     assert not any(code == 0 for code in start.codes())
     assert not any(is_running(pid) for pid in pids)
@@ -105,7 +105,7 @@ def test_a_rank_that_dies_after_its_last_word_is_told_and_fails_nothing(
     if status == "stopped":
         start.ranks()
         start.coordinator.stop("SIGTERM")
-    assert start.verdict().status == status
+    assert start.outcome().status == status
     assert start.codes() == [code] * 3
     (word,) = [line for line in start.said if "SIGABRT" in line]
     assert word.startswith("rank 1 on ")
@@ -115,8 +115,8 @@ def test_a_rank_that_dies_after_its_last_word_is_told_and_fails_nothing(
 @pytest.mark.slow
 def test_a_refusal_is_no_failure_and_is_said_once(start: Start) -> None:
     start.all("100", "0.1", "1:1:refuse", "2:1:refuse")
-    verdict = start.verdict()
-    assert (verdict.status, verdict.outcome(1).exit_code) == ("wrong_job", 2)
+    outcome = start.outcome()
+    assert (outcome.status, outcome.exit_code) == ("wrong_job", 2)
     assert start.codes()[1:] == [2, 2]
     assert sum("lacks a file" in line for line in start.said) == 1
 
@@ -126,8 +126,8 @@ def test_every_rank_stops_when_it_is_asked_to_and_leaves_with_its_code(start: St
     start.all("1000", "0.05")
     start.ranks()
     assert start.coordinator.stop("SIGUSR1")
-    verdict = start.verdict()
-    assert (verdict.status, verdict.message) == ("stopped", "SIGUSR1")
+    outcome = start.outcome()
+    assert (outcome.status, outcome.message) == ("stopped", "SIGUSR1")
     assert start.codes() == [3, 3, 3]
 
 
@@ -137,7 +137,7 @@ def test_a_signal_to_an_agent_is_its_ranks(start: Start) -> None:
     start.ranks()
     for agent in start.agents:
         agent.send_signal(signal.SIGTERM)
-    assert start.verdict().status == "stopped"
+    assert start.outcome().status == "stopped"
     assert start.codes() == [3, 3, 3]
 
 
@@ -146,10 +146,10 @@ def test_a_hung_step_shows_the_stacks_of_all_ranks(tmp_path: Path) -> None:
     start = Start(tmp_path, step_timeout=1.5)
     start.all("400", "0.2", "0:4:hang", "1:4:hang", "2:4:hang")
     pids = [rank["pid"] for rank in start.ranks()]
-    verdict = start.verdict(30)
-    assert "no progress for" in verdict.message and "after step 3" in verdict.message
-    assert "ranks 0-2 in misbehave (stand_in.py:" in verdict.message
-    assert "misbehave" in verdict.failure.text
+    outcome = start.outcome(30)
+    assert "no progress for" in outcome.message and "after step 3" in outcome.message
+    assert "ranks 0-2 in misbehave (stand_in.py:" in outcome.message
+    assert "misbehave" in outcome.failure.text
     for rank in range(3):
         assert "misbehave" in start.log(rank)
     assert not any(is_running(pid) for pid in pids)
@@ -166,9 +166,9 @@ def test_ranks_end_with_what_owns_them(start: Start, victim: str) -> None:
         start.coordinator.close()
     else:
         os.kill(ranks[1]["agent"] if victim == "agent" else start.agents[1].pid, signal.SIGKILL)
-        verdict = start.verdict()
+        outcome = start.outcome()
         expected = "contact with its agent" if victim == "agent" else "the launcher that started it is gone"
-        assert (verdict.status, verdict.rank) == ("failed", 1) and expected in verdict.message
+        assert (outcome.status, outcome.rank) == ("failed", 1) and expected in outcome.message
     assert not any(code == 0 for code in start.codes())
     deadline = time.monotonic() + TIMEOUT
     while any(is_running(pid) for rank in ranks for pid in (rank["pid"], rank["agent"])):
@@ -185,12 +185,12 @@ def test_an_agent_that_falls_silent_is_lost(start: Start) -> None:
     os.kill(ranks[2]["agent"], signal.SIGSTOP)
     (log,) = start.folder.glob("logs/*/rank_00002.log")
     log.unlink()
-    verdict = start.verdict()
+    outcome = start.outcome()
     missing = (
         f"No logs have come of rank 2 ({socket.gethostname()}): what there is of them is in {log.parent}"
     )
     assert f"{missing} there." in start.said
-    assert (verdict.status, verdict.rank) == ("failed", 2) and "nothing was heard" in verdict.message
+    assert (outcome.status, outcome.rank) == ("failed", 2) and "nothing was heard" in outcome.message
     assert start.agents[0].wait(5) != 0 and start.agents[1].wait(5) != 0
     os.kill(ranks[2]["agent"], signal.SIGCONT)
     assert start.agents[2].wait(10) != 0
@@ -205,9 +205,9 @@ def test_a_stop_before_ranks_have_begun_is_no_failure(start: Start, number: sign
     start.until(lambda: len(start.coordinator.table.states) == 2)
     assert start.coordinator.stop(number.name)
     start.agent(0, "1000", "0.05")
-    verdict = start.verdict()
-    assert (verdict.status, verdict.step, verdict.outcome(1).exit_code) == ("stopped", 0, 3)
-    assert verdict.message == f"{number.name} before the first step"
+    outcome = start.outcome()
+    assert (outcome.status, outcome.step, outcome.exit_code) == ("stopped", 0, 3)
+    assert outcome.message == f"{number.name} before the first step"
     assert start.codes() == [3, 3, 3]
     assert start.said == [] or "Rank 0 is on" in start.said[0]
 

@@ -128,11 +128,11 @@ def test_another_world_is_a_wrong_job_on_both_sides(coordinator: Coordinator) ->
     """Hosts that are started one by one may have been given different hostfiles."""
     with contextlib.closing(connect(coordinator)) as agent:
         agent.sendall(hello(world_size=3, host="h2"))
-        until(coordinator, lambda: coordinator.verdict is not None)
+        until(coordinator, lambda: coordinator.outcome is not None)
         agent.setblocking(True)
         answers = [json.loads(line) for line in agent.recv(2**16).splitlines()]
-    assert coordinator.verdict.outcome(1).exit_code == 2
-    assert "h2 was started for 3 ranks, and rank 0 for 2" in coordinator.verdict.message
+    assert coordinator.outcome.exit_code == 2
+    assert "h2 was started for 3 ranks, and rank 0 for 2" in coordinator.outcome.message
     assert [answer["do"] for answer in answers] == ["accept", "refuse"] and answers[1]["wrong_job"]
 
 

@@ -35,9 +35,9 @@ def test_another_jobs_agent_is_turned_away(start: Start) -> None:
 def test_a_world_other_than_the_checked_one_is_refused(start: Start, change: dict, said: str) -> None:
     """The launch hears of it, too: launchers lose exit codes."""
     start.agent(0, "5", "0.01", **change)
-    verdict = start.verdict()
-    assert (verdict.status, verdict.outcome(1).exit_code) == ("wrong_job", 2)
-    assert said in verdict.message and sum(said in line for line in start.said) == 1
+    outcome = start.outcome()
+    assert (outcome.status, outcome.exit_code) == ("wrong_job", 2)
+    assert said in outcome.message and sum(said in line for line in start.said) == 1
     assert start.codes() == [2] and not (start.folder / "ranks").exists()
 
 
@@ -79,7 +79,7 @@ def test_a_stranger_learns_nothing_and_ends_nothing(start: Start, words: bytes |
 
         start.until(is_let_go)
     assert not answer or json.loads(answer.splitlines()[-1])["do"] == "refuse"
-    assert (start.coordinator.table.states, start.coordinator.table.failures, start.coordinator.verdict) == (
+    assert (start.coordinator.table.states, start.coordinator.table.failures, start.coordinator.outcome) == (
         {},
         [],
         None,
