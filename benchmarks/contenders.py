@@ -86,8 +86,8 @@ def ddp(task: Task, environment: RankEnvironment, clock: Clock) -> None:
 
 
 def _model(job: Job) -> SequentialGPT:
-    factory = ParameterFactory(job.options.seed, Parallel.single())
-    clock = DropoutClock(job.options.seed, job.batch.micro_batch_size)
+    factory = ParameterFactory(job.seed, Parallel.single())
+    clock = DropoutClock(job.seed, job.batch.micro_batch_size)
     return SequentialGPT(plan_layers(job.model, factory, clock, job.activation_checkpointing))
 
 

@@ -82,7 +82,8 @@ def _be_rank(
             output_dir = options.output_dir
             options = with_stamp(options, output_dir)
             job = _read_job(options, environment, inherited)
-            job = replace(job, options=with_stamp(job.options, job.output_dir))
+            stamp = with_stamp(options, job.output_dir).stop_stamp
+            job = replace(job, stops=replace(job.stops, stamp=stamp))
         with only_job(job.output_dir) if environment.rank == 0 else contextlib.nullcontext():
             link.folder(job.output_dir)
             stop.leave = partial(_leave_early, job, environment, link)

@@ -51,7 +51,6 @@ ORDER = (
 )
 # Imports against the order, with the reason. At most five.
 EXCEPTIONS: dict[tuple[str, str], str] = {
-    ("data/training_data", "job/data_sources"): "being moved",
     ("generate", "export"): "being moved",
 }
 # Importing every module of these folders brings in no torch: they run in the check, in the launch and in the

@@ -157,7 +157,7 @@ def open_source(checkpoint: Checkpoint, job: Job) -> Source:
     Raises:
         JobError: it holds others.
     """
-    stored = StoredState(checkpoint.path, job.options.allow_pickle)
+    stored = StoredState(checkpoint.path, job.allow_pickle)
     cuts = parameter_cuts(job.model)
     there = {name: cut.full_shape for name, cut in stored.cuts.items()}
     here = {name: cut.full_shape for name, cut in cuts.items()}

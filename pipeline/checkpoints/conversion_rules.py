@@ -13,7 +13,7 @@ from pipeline.checkpoints.manifest import MANIFEST, SHARDS, Checkpoint, layout_o
 from pipeline.checkpoints.resume import Selection, find_selection
 from pipeline.job.job import Job
 from pipeline.job.options import RUN_FILE, CheckOptions
-from pipeline.job.run_file import CHECKPOINTS, identity
+from pipeline.job.run_file import CHECKPOINTS
 
 TOKENIZER = "tokenizer"
 
@@ -101,12 +101,12 @@ def conversion_problems(checkpoint: Checkpoint, job: Job) -> list[Problem]:
         problems.append(Problem("optimizer.type", here["optimizer"], rule, "Keep the optimizer"))
     if differing := _model_differences(checkpoint.identity, job):
         rule = f"is not the checkpoint's: {differing}"
-        problems.append(Problem("model", job.options.model, rule, "Give the options of the checkpoint's run"))
+        problems.append(Problem("model", job.model.name, rule, "Give the options of the checkpoint's run"))
     return problems
 
 
 def _model_differences(saved: dict[str, Any], job: Job) -> str:
-    here = identity(job.options, job.model, job.batch.sequence_length)
+    here = job.identity
     names = [name for name in here if name.startswith("model.") or name == "seq_length"]
     return "; ".join(
         f"{name} {saved.get(name)} there, {here[name]} here"

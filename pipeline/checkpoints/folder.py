@@ -27,8 +27,8 @@ from pipeline.base.files import remove_tree, remove_unfinished, replaced_atomica
 from pipeline.base.problems import JobError, Problem
 from pipeline.checkpoints.lineage import LINEAGE, Lineage, saved_lineage
 from pipeline.checkpoints.manifest import read_checkpoint
+from pipeline.job.job import SaveRules
 from pipeline.job.model_source import CHECKPOINT_NAME, LEFT_BEHIND, MOVED_ASIDE, REPLACED
-from pipeline.job.options import Options
 
 LATEST = "latest"
 PARTIAL = ".partial"
@@ -141,7 +141,7 @@ def remove_checkpoint(path: Path) -> None:
     remove_tree(doomed)
 
 
-def retain(folder: Path, newest: int, options: Options, say: Callable[[str], object] = print) -> None:
+def retain(folder: Path, newest: int, rules: SaveRules, say: Callable[[str], object] = print) -> None:
     """Remove the run's checkpoints that ``--keep_last`` and ``--keep_every`` do not keep; for one process of
     each file system, after the checkpoint of step `newest` counts.
 
@@ -149,15 +149,15 @@ def retain(folder: Path, newest: int, options: Options, say: Callable[[str], obj
     left behind when it went back, nor anything that is broken or has another name. What cannot be removed is
     told by `say` and tried again after the next save.
     """
-    if options.keep_last is None:
+    if rules.keep_last is None:
         return
     try:
-        too_old = list(_too_old(folder, newest, options.keep_last))
+        too_old = list(_too_old(folder, newest, rules.keep_last))
     except JobError as error:  # it cannot be listed
         say(f"no old checkpoint was removed: {error}")
         return
     for step, path in too_old:
-        if options.keep_every is not None and step % options.keep_every == 0:
+        if rules.keep_every is not None and step % rules.keep_every == 0:
             continue
         try:
             remove_checkpoint(path)

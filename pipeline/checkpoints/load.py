@@ -51,7 +51,7 @@ def load_checkpoint(engine: TrainEngine, checkpoint: Checkpoint) -> TrainState:
         RuntimeError: DeepSpeed loaded nothing, or another step than the manifest names.
     """
     complete_hosts(engine.parallel, engine.deepspeed.local_rank, checkpoint)
-    allowed = engine.job.options.allow_pickle
+    allowed = engine.job.allow_pickle
     stored = StoredState(checkpoint.path, allowed) if checkpoint.has_shard_index else None
     if stored is None or _fits(engine, checkpoint, stored):
         _load_own_shards(engine, checkpoint)
@@ -110,7 +110,7 @@ def _fits(engine: TrainEngine, checkpoint: Checkpoint, stored: StoredState) -> b
 
 def _load_own_shards(engine: TrainEngine, checkpoint: Checkpoint) -> None:
     configured = loss_scaler_of(engine)
-    load = functools.partial(load_torch_file, allowed=engine.job.options.allow_pickle)
+    load = functools.partial(load_torch_file, allowed=engine.job.allow_pickle)
     with (
         loading_with(engine.deepspeed, load),
         contextlib.nullcontext() if checkpoint.shared else loading_own_files(engine.deepspeed),

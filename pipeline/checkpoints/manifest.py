@@ -34,7 +34,7 @@ from pipeline.base.problems import JobError, Problem
 from pipeline.checkpoints.files import ALGORITHMS, digest_of
 from pipeline.checkpoints.lineage import Branches, parse_branches, read_lineage
 from pipeline.job.job import Job
-from pipeline.job.run_file import CHECKPOINTS, identity
+from pipeline.job.run_file import CHECKPOINTS
 from pipeline.job.run_settings import settings_of
 
 MANIFEST = "manifest.json"
@@ -164,7 +164,7 @@ def write_manifest(
         "format": FORMAT,
         "state": asdict(state),
         "layout": layout_of(job),
-        "identity": identity(job.options, job.model, job.batch.sequence_length),
+        "identity": job.identity,
         "settings": settings_of(job),
         "branches": read_lineage(path.parent).branches,
         "versions": _versions(),

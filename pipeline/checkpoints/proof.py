@@ -191,10 +191,10 @@ def agree_on_checkpoint(job: Job, found: Selection, prover: Prover) -> Agreed:
     Raises:
         JobError: on every rank alike: there are some and none is usable, or the one that was named is not.
     """
-    if job.options.resume == "never":
+    if job.resume == "never":
         return Agreed(found.checkpoint, found.notes)
     try:
-        if job.options.resume == "auto":
+        if job.resume == "auto":
             agreed = _newest_proven(candidates_of(job), prover)
         else:
             agreed = _named(found.checkpoint, prover)

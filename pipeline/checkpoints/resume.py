@@ -25,9 +25,8 @@ from pipeline.checkpoints.manifest import (
     read_checkpoint,
     saved_branches,
 )
-from pipeline.job.initial_weights import initial_weights
 from pipeline.job.job import Job
-from pipeline.job.run_file import CHECKPOINTS, identity
+from pipeline.job.run_file import CHECKPOINTS
 from pipeline.job.run_settings import setting_changes
 
 # Places in the order of candidates: a checkpoint of this folder has its step; these come behind it.
@@ -131,9 +130,7 @@ class Candidates:
 
 def candidates_of(job: Job) -> Candidates:
     """What ``--resume auto`` may take in this job's folder."""
-    return Candidates(
-        Path(job.output_dir) / CHECKPOINTS, identity(job.options, job.model, job.batch.sequence_length)
-    )
+    return Candidates(Path(job.output_dir) / CHECKPOINTS, job.identity)
 
 
 def select_checkpoint(job: Job) -> Selection:
@@ -142,7 +139,7 @@ def select_checkpoint(job: Job) -> Selection:
     Raises:
         JobError: the checkpoint that was named is not complete, or some exist and none can be used.
     """
-    resume = job.options.resume
+    resume = job.resume
     if resume == "never":
         return Selection()
     if resume != "auto":
@@ -251,8 +248,7 @@ def continuation_problems(checkpoint: Checkpoint, job: Job) -> list[Problem]:
         remedy = "Resume in the layout it was saved in, or start anew in another --output_dir"
         problems.append(Problem("resume", path, rule, remedy))
     # Whether the data is the same, the fingerprints of its sources tell when it has been read.
-    same = identity(job.options, job.model, job.batch.sequence_length)
-    if differing := differences(checkpoint.identity, same):
+    if differing := differences(checkpoint.identity, job.identity):
         rule = f"belongs to another run: {differing}"
         problems.append(Problem("resume", path, rule, "Give that run's settings, or start anew"))
     return problems
@@ -275,7 +271,7 @@ def origin_lines(job: Job, checkpoint: Checkpoint, is_done: bool = True) -> list
     changed = f"; layout changed: {', '.join(changes)}" if changes else ""
     said = "resumed" if is_done else "a start resumes"
     lines = [f"{said} from {checkpoint.path}{changed}"]
-    if folder := initial_weights(job.options.model).folder:
+    if folder := job.initial_weights.folder:
         lines.append(f"its weights go on; those in {folder} were for step 0")
     if settings := setting_changes(checkpoint.settings, job):
         lines += ["settings changed since it was saved:", *(f"  {change}" for change in settings)]

@@ -141,7 +141,7 @@ class Saver:
                 failure = describe_failure(error)
         self._check(gather_objects(self.parallel, failure), partial)
         if self.is_leader:  # only now: on every host the new one counts
-            retain(self.folder, current.state.step, self.job.options, self._say)
+            retain(self.folder, current.state.step, self.job.saves, self._say)
         self.seconds = max(self.seconds, time.monotonic() - current.begin)
 
     def _partial(self, state: TrainState) -> Path:

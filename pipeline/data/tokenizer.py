@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -53,7 +53,7 @@ class TokenizerFacts:
     vocab_size: int
     end_of_document: int
     eos_token: str
-    json: str
+    json: str = field(repr=False)
 
 
 def tokenizer_facts(name: str | None) -> TokenizerFacts:

@@ -17,7 +17,7 @@ from pipeline.data.order import Complement, split_documents
 from pipeline.data.packing import PackedDataset
 from pipeline.data.preparation import DEFAULT_WAIT, Rules, cached_tokens
 from pipeline.data.token_file import JoinedTokens, TokenFile, WatchedFile
-from pipeline.data.tokenizer import Tokenizer, chosen_tokenizer, load_tokenizer, vocabulary_problems
+from pipeline.data.tokenizer import ByteTokenizer, Tokenizer, vocabulary_problems
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,7 @@ def load_data(
     report: Callable[[str], None],
     *,
     validation: Sequence[SourceSpec] = (),
-    tokenizer_name: str | None = None,
-    default_tokenizer: str | None = None,
+    tokenizer: Tokenizer | None = None,
     rules: Rules | None = None,
     saved: dict[str, Any] | None = None,
     position: int = 0,
@@ -142,7 +141,7 @@ def load_data(
         cache_folder: Where token files and long indexes are kept.
         report: Receives messages about long work; silent on all ranks but one.
         validation: Named sets, evaluated whole.
-        tokenizer_name, default_tokenizer: See `chosen_tokenizer`.
+        tokenizer: Of texts; None: bytes.
         rules: Where the text of a record is, and what happens to a bad one.
         saved: What `ResumedBlend.state` gave the checkpoint that the run goes on from.
         position: Samples consumed by then.
@@ -153,8 +152,7 @@ def load_data(
         JobError: paths, texts or sizes that cannot be used, or data that the checkpoint was not trained on.
         TimeoutError, OSError: see `cached_tokens`.
     """
-    paths = [path for spec in (*sources, *validation) for path in spec.paths]
-    tokenizer = load_tokenizer(chosen_tokenizer(tokenizer_name, paths, default_tokenizer))
+    tokenizer = tokenizer or ByteTokenizer()
     if problems := vocabulary_problems(tokenizer, settings.vocab_size):
         raise JobError(problems)
 

@@ -40,8 +40,8 @@ def build_engine(job: Job, parallel: Parallel, weights: Source | None = None) ->
     Args:
         weights: Gives the initial weights; None: they are drawn.
     """
-    clock = DropoutClock(job.options.seed, job.batch.micro_batch_size)
-    factory = ParameterFactory(job.options.seed, parallel, source=weights)
+    clock = DropoutClock(job.seed, job.batch.micro_batch_size)
+    factory = ParameterFactory(job.seed, parallel, source=weights)
     board = DocumentBoard()
     plans = plan_layers(job.model, factory, clock, job.activation_checkpointing, board)
     topology = _topology(parallel)

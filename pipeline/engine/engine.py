@@ -139,7 +139,7 @@ class TrainEngine(ABC):
     def _post_documents(self, batches: Sequence[MicroBatch]) -> None:
         """Tell the layers where documents lie in the pass that begins: these micro-batches, in this order."""
         documents = [batch.documents for batch in batches]
-        if self.job.options.document_mask and any(each is None for each in documents):
+        if self.job.data.document_mask and any(each is None for each in documents):
             raise ValueError("document_mask is on, but there are micro-batches that come without documents")
         self.board.post(documents, self.deepspeed.device)
 

@@ -12,6 +12,7 @@ folder, as those of ``--data`` do.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -85,37 +86,23 @@ def validation_sets(options: Options) -> tuple[SourceSpec, ...]:
     return tuple(SourceSpec(name, paths) for name, paths in sets.items())
 
 
-def source_problems(options: Options) -> Iterator[Problem]:
-    """Everything that is wrong with the data's description and paths, found without reading the data."""
-    for key, find in (("data", training_sources), ("validation", validation_sets)):
-        try:
-            specs = find(options)
-        except JobError as error:
-            yield from error.problems
-            continue
-        for spec in specs:
-            yield from (replace(problem, key=key) for problem in data_problems(spec.paths))
+def path_problems(key: str, sources: Iterable[SourceSpec]) -> Iterator[Problem]:
+    """Everything that is wrong with the sources' paths, found without reading the data.
+
+    Args:
+        key: The option that the user is told of.
+    """
+    for source in sources:
+        yield from (replace(problem, key=key) for problem in data_problems(source.paths))
 
 
-def known_sources(options: Options) -> tuple[SourceSpec, ...]:
-    """The training sources; none where their description is wrong, which `source_problems` says."""
-    try:
-        return training_sources(options)
-    except JobError:
-        return ()
-
-
-def training_paths(options: Options) -> tuple[str, ...]:
-    """Paths of all training sources."""
-    return tuple(path for source in known_sources(options) for path in source.paths)
-
-
-def validation_paths(options: Options) -> tuple[str, ...]:
-    """Paths of all validation sets; none where their description is wrong, which `source_problems` says."""
-    try:
-        return tuple(path for each in validation_sets(options) for path in each.paths)
-    except JobError:
-        return ()
+def data_paths(options: Options) -> tuple[str, ...]:
+    """Paths of all that is trained on or evaluated, as far as its description is right."""
+    paths: list[str] = []
+    for find in (training_sources, validation_sets):
+        with contextlib.suppress(JobError):  # a rule of its own reports it
+            paths += [path for source in find(options) for path in source.paths]
+    return tuple(paths)
 
 
 def _weighted(entry: str) -> tuple[str, Fraction] | None:

@@ -8,6 +8,8 @@ from typing import Literal, TypeVar
 
 from pipeline.base.fields import AUTO, Undecided
 from pipeline.base.problems import Problem
+from pipeline.data.corpus import SourceSpec
+from pipeline.data.tokenizer import TokenizerFacts
 from pipeline.job.job import Batch, Dtype
 from pipeline.job.model_presets import TrainingDefaults, training_defaults
 from pipeline.job.options import Options
@@ -35,6 +37,7 @@ class Facts:
     """Inputs of the rules. None in an underscored field: finding it gave problems already.
 
     Attributes:
+        sources: Those of ``data`` and of ``validation``, each where its description is right.
         failures: Problems met while a part of the job was derived, by the name of the part.
     """
 
@@ -43,6 +46,8 @@ class Facts:
     _world: World | None
     _model: ModelConfig | None
     _batch: Batch | None = None
+    _tokenizer: TokenizerFacts | None = None
+    sources: Mapping[str, tuple[SourceSpec, ...]] = field(default_factory=dict)
     failures: Mapping[str, Sequence[Problem]] = field(default_factory=dict)
 
     @property
@@ -56,6 +61,10 @@ class Facts:
     @property
     def model(self) -> ModelConfig:
         return known(self._model)
+
+    @property
+    def tokenizer(self) -> TokenizerFacts:
+        return known(self._tokenizer)
 
     @property
     def defaults(self) -> TrainingDefaults | None:

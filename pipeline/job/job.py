@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pipeline.base.problems import Problem
+from pipeline.data.corpus import SourceSpec
+from pipeline.data.tokenizer import TokenizerFacts
+from pipeline.job.initial_weights import InitialWeights
 from pipeline.job.options import Options
 from pipeline.job.schedules import LearningRate
 from pipeline.job.world import World
@@ -82,15 +85,104 @@ class Resolved:
 
 
 @dataclass(frozen=True)
-class Job:
-    """What will run.
+class DataSpec:
+    """What a run reads, and which of it becomes samples.
 
     Attributes:
+        training: The sources; their weights add up to 1.
+        validation: Named sets, evaluated whole.
+        tokenizer: What its folder said; the run and its checkpoints keep a copy.
+        model_has_tokenizer: It is the one in the model's folder, because nothing else was named.
+        text_field, on_bad_record, document_mask, mask_document_end: As the options say.
+        held_out_fraction: Share of each source's documents that is held out, 0 to below 1.
+        eval_samples: Per evaluation, of each set; 0 = none.
+        cache_folder: Where copies of remote objects are kept, on a disk of each host.
+        cache_bytes: What they may take there.
+    """
+
+    training: tuple[SourceSpec, ...]
+    validation: tuple[SourceSpec, ...]
+    tokenizer: TokenizerFacts
+    model_has_tokenizer: bool
+    text_field: str
+    on_bad_record: Literal["stop", "skip"]
+    document_mask: bool
+    mask_document_end: bool
+    held_out_fraction: float
+    eval_samples: int
+    cache_folder: str
+    cache_bytes: int
+
+
+@dataclass(frozen=True)
+class SaveRules:
+    """How checkpoints are written and kept.
+
+    Attributes:
+        interval: Steps; 0 = only after the last step.
+        in_background: While training goes on, from a copy in host memory.
+        stop_on_failure: A save that failed ends the run.
+        keep_last: Checkpoints that are kept, the newest ones; None: all.
+        keep_every: Beside them: those whose step is a multiple of this.
+    """
+
+    interval: int
+    in_background: bool
+    stop_on_failure: bool
+    keep_last: int | None
+    keep_every: int | None
+
+
+@dataclass(frozen=True)
+class StopRules:
+    """What stops a run before its end, beside signals.
+
+    Attributes:
+        time_limit: Seconds from `started_at`; None: none.
+        started_at: When the job was launched, in seconds since 1970; None: when rank 0 started.
+        file: The stop file as named; None: the one in the output folder.
+        stamp: What lay there at the launch (`pipeline.job.stop_file`); None: nobody has looked.
+    """
+
+    time_limit: float | None
+    started_at: float | None
+    file: str | None
+    stamp: str | None
+
+
+@dataclass(frozen=True)
+class Reporting:
+    """What a run says of itself.
+
+    Attributes:
+        log_interval: Steps between lines on the console.
+        log_samples: Whether samples.jsonl is written.
+        sample_tokens, sample_prompt: The text generated after the last step, and what it continues.
+    """
+
+    log_interval: int
+    log_samples: bool
+    sample_tokens: int
+    sample_prompt: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """What will run. No file of the user's is read again once this exists, but for the data's own.
+
+    Attributes:
+        options: The command line, for run.json and for another start; what a run does stands in the fields
+            below.
         stages: Boundaries of the layer list, one more than there are chunks: chunk c holds layers
             stages[c] .. stages[c + 1] - 1. Chunks = pipeline stages, or twice that for DualPipeV.
         schedule: Learning rate as a function of the step, counted from 1.
         gradient_clipping: Largest gradient norm; 0 = off.
-        eval_interval, save_interval: Steps; 0 = only after the last step.
+        seed: Of the initial weights, the sample order and dropout.
+        initial_weights: Where the weights of step 0 come from.
+        identity: What makes two runs the same one (`pipeline.job.run_file.identity`).
+        resume: auto, never, or the path of a checkpoint.
+        allow_pickle: MODULE.NAME of what a checkpoint's files may call beyond DeepSpeed's own.
+        eval_interval: Steps; 0 = only after the last step.
         deepspeed: Exactly what `deepspeed.initialize(config=...)` receives.
         monitors: Enabled monitors with their settings. The job feeds them itself, DeepSpeed does not.
         json: The user's DeepSpeed JSON as read, before anything was resolved.
@@ -101,6 +193,10 @@ class Job:
     options: Options
     world: World
     model: ModelConfig
+    data: DataSpec
+    initial_weights: InitialWeights
+    identity: dict[str, Any]
+    seed: int
     mesh: Mesh
     batch: Batch
     precision: Precision
@@ -110,7 +206,11 @@ class Job:
     activation_checkpointing: Literal["none", "full", "selective"]
     train_steps: int
     eval_interval: int
-    save_interval: int
+    saves: SaveRules
+    stops: StopRules
+    reporting: Reporting
+    resume: str
+    allow_pickle: tuple[str, ...]
     schedule: LearningRate
     gradient_clipping: float
     optimizer: OptimizerConfig

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import accumulate
 
-from pipeline.base.problems import JobError, Problem
+from pipeline.base.problems import Problem
 from pipeline.base.words import listed
-from pipeline.data.tokenizer import BYTES, tokenizer_facts
+from pipeline.data.tokenizer import BYTES
 from pipeline.job.facts import Facts
-from pipeline.job.model_source import tokenizer_of
 
 
 def world(f: Facts) -> Iterable[Problem]:
@@ -84,14 +83,12 @@ def positions(f: Facts) -> Iterable[Problem]:
 
 
 def vocabulary(f: Facts) -> Iterable[Problem]:
-    try:
-        tokenizer = tokenizer_facts(tokenizer_of(f.options))
-    except JobError as error:
-        yield from error.problems
+    if problems := f.failures.get("tokenizer"):
+        yield from problems
         return
-    needed, has = tokenizer.vocab_size, f.model.vocab_size
+    needed, has = f.tokenizer.vocab_size, f.model.vocab_size
     if has < needed:
-        rule = f"{f.model.name} has {has} token ids, and the {_called(tokenizer.name)} needs {needed}"
+        rule = f"{f.model.name} has {has} token ids, and the {_called(f.tokenizer.name)} needs {needed}"
         remedy = f"Give --model a config.json whose vocab_size is at least {needed}"
         yield Problem("model", f.model.name, rule, remedy)
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.base.problems import JobError, Problem
 from pipeline.base.user_input import exists, is_file, is_folder
-from pipeline.data.tokenizer import TOKENIZER, chosen_tokenizer, tokenizer_facts
-from pipeline.job.data_sources import training_paths
-from pipeline.job.initial_weights import folder_weights_problems, initial_weights, model_folder
+from pipeline.data.tokenizer import TOKENIZER, TokenizerFacts, chosen_tokenizer, tokenizer_facts
+from pipeline.job.initial_weights import folder_weights_problems, model_folder
 from pipeline.job.model_files import AUTO, CONFIG_FILE, load_model
 from pipeline.job.model_presets import PRESETS
 from pipeline.job.options import RUN_FILE, Options
@@ -42,23 +42,41 @@ def model_of(options: Options, device: str) -> ModelConfig:
     return replace(model, dropout=options.dropout, attention_dropout=options.dropout)
 
 
-def model_tokenizer(options: Options) -> str | None:
+def _model_tokenizer(options: Options) -> str | None:
     """The tokenizer that comes with the model; None where none does."""
     saved = _saved_run(options)
     folder = model_folder(options.model) if saved is None else saved / TOKENIZER_FOLDER
     return str(folder) if folder is not None and is_file(folder / TOKENIZER) else None
 
 
-def tokenizer_of(options: Options) -> str | None:
-    """The tokenizer of a run: the one it names, else the one saved beside its token files, else the model's,
-    else None, which means bytes."""
-    return chosen_tokenizer(options.tokenizer, training_paths(options), model_tokenizer(options))
+@dataclass(frozen=True)
+class TokenizerChoice:
+    """Which tokenizer a run has.
+
+    Attributes:
+        name: bytes, or a folder; None, too, means bytes.
+        own: The one that comes with the model; None where none does.
+        is_own: The run has the model's because nothing else is named or lies beside its token files.
+        facts: What it says; None where it cannot be read.
+    """
+
+    name: str | None
+    own: str | None
+    is_own: bool
+    facts: TokenizerFacts | None = None
+
+    @property
+    def identity(self) -> str:
+        """The same wherever the tokenizer lies; its name where it cannot be read."""
+        return str(self.name) if self.facts is None else self.facts.identity
 
 
-def own_tokenizer(options: Options) -> str | None:
-    """The model's tokenizer, where the run uses it because nothing else is named or lies beside tokens."""
-    own = model_tokenizer(options)
-    return own if options.tokenizer is None and own is not None and tokenizer_of(options) == own else None
+def choose_tokenizer(options: Options, paths: Sequence[str]) -> TokenizerChoice:
+    """The tokenizer of a run on `paths`: the one it names, else the one saved beside token files among them,
+    else the model's, else bytes."""
+    own = _model_tokenizer(options)
+    name = chosen_tokenizer(options.tokenizer, paths, own)
+    return TokenizerChoice(name, own, options.tokenizer is None and own is not None and name == own)
 
 
 def output_folder(options: Options, model_name: str) -> str:
@@ -85,31 +103,36 @@ def starts_anew(options: Options, folder: Path) -> bool:
     return options.resume == "never"
 
 
-def weights_problems(options: Options, model: ModelConfig) -> list[Problem]:
-    """Why a start at step 0 cannot begin with the weights in the model's folder."""
+def weights_problems(
+    options: Options, model: ModelConfig, folder: Path | None, tokenizer: TokenizerChoice
+) -> list[Problem]:
+    """Why a start at step 0 cannot begin with the weights in the model's folder.
+
+    Args:
+        folder: With the weights; None where they are drawn.
+    """
     problems = folder_weights_problems(options.model, model)
-    folder = initial_weights(options.model).folder
     if folder is None or options.tokenizer is not None:
         return problems
-    return problems + _tokenizer_problems(options, str(folder))
+    return problems + _tokenizer_problems(tokenizer, str(folder))
 
 
-def _tokenizer_problems(options: Options, folder: str) -> list[Problem]:
+def _tokenizer_problems(choice: TokenizerChoice, folder: str) -> list[Problem]:
     """Token ids that mean something else to the weights."""
-    used, own = tokenizer_of(options), model_tokenizer(options)
-    if used is None:
+    if choice.name is None:
         rule = f"{folder} has weights but no {TOKENIZER}, without which nobody knows their tokens"
         remedy = "Save the model's tokenizer there with AutoTokenizer's save_pretrained, or give --tokenizer"
         return [Problem("tokenizer", None, rule, remedy)]
-    try:
-        same = own is None or tokenizer_facts(used).identity == tokenizer_facts(own).identity
-    except JobError:  # which the rule about the vocabulary reports
+    if choice.facts is None or choice.own in (None, choice.name):
         return []
-    if same:
+    try:
+        if choice.identity == tokenizer_facts(choice.own).identity:
+            return []
+    except JobError:  # nobody reads it in this run
         return []
     rule = f"made the tokens, and the weights in {folder} belong to the tokenizer there, which is another one"
     remedy = "Prepare the data with the model's tokenizer, or insist with --tokenizer"
-    return [Problem("tokenizer", used, rule, remedy)]
+    return [Problem("tokenizer", choice.name, rule, remedy)]
 
 
 def _saved_run(options: Options) -> Path | None:

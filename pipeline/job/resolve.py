@@ -10,14 +10,34 @@ from typing import Any, TypeVar
 from pipeline.base.fields import AUTO, Undecided
 from pipeline.base.json_reader import read_json
 from pipeline.base.problems import JobError, Problem
-from pipeline.base.user_input import exists
+from pipeline.base.user_input import exists, parse_duration
+from pipeline.data.corpus import SourceSpec
+from pipeline.data.tokenizer import tokenizer_facts
 from pipeline.job.batch import MICRO, STEPS, TRAIN, BatchRequest, resolve_batch
+from pipeline.job.data_sources import training_sources, validation_sets
 from pipeline.job.deepspeed_dict import deepspeed_dict, reduce_bucket
 from pipeline.job.facts import Facts, known
-from pipeline.job.initial_weights import initial_weights
-from pipeline.job.job import Batch, Job, OptimizerConfig, Precision, Resolved
+from pipeline.job.initial_weights import InitialWeights, initial_weights
+from pipeline.job.job import (
+    Batch,
+    DataSpec,
+    Job,
+    OptimizerConfig,
+    Precision,
+    Reporting,
+    Resolved,
+    SaveRules,
+    StopRules,
+)
 from pipeline.job.learning import resolve_learning
-from pipeline.job.model_source import model_of, output_folder, own_tokenizer, starts_anew, weights_problems
+from pipeline.job.model_source import (
+    TokenizerChoice,
+    choose_tokenizer,
+    model_of,
+    output_folder,
+    starts_anew,
+    weights_problems,
+)
 from pipeline.job.monitors import monitor_problems, resolved_monitors
 from pipeline.job.option_ranges import option_problems
 from pipeline.job.options import Options
@@ -44,6 +64,7 @@ class Draft:
     """A job as far as it could be understood. Parts that could not are None, and `problems` says why.
 
     Attributes:
+        sources: Those of ``data`` and of ``validation``, each where its description is right.
         failures: Problems met while deriving a part, by the part's name; its rule reports them.
         resume: What it would go on from and what changes by it, in lines; none for a new start.
         job: The whole, if there is no error.
@@ -55,6 +76,10 @@ class Draft:
     failures: dict[str, Sequence[Problem]] = field(default_factory=dict)
     resolved: list[Resolved] = field(default_factory=list)
     model: ModelConfig | None = None
+    sources: dict[str, tuple[SourceSpec, ...]] = field(default_factory=dict)
+    tokenizer: TokenizerChoice | None = None
+    initial_weights: InitialWeights | None = None
+    identity: dict[str, Any] = field(default_factory=dict)
     mesh: Mesh | None = None
     batch: Batch | None = None
     precision: Precision | None = None
@@ -112,14 +137,16 @@ def examine(
     draft.problems += [*option_problems(options), *settings.problems]
     draft.problems += monitor_problems(settings.values)
     draft.model = draft.derive("model", _model, options, world)
-    facts = Facts(options, settings, world, draft.model)
+    _inputs(options, draft)
+    tokenizer = known(draft.tokenizer).facts
+    facts = Facts(options, settings, world, draft.model, _tokenizer=tokenizer, sources=draft.sources)
     draft.mesh = draft.derive("world", _mesh, facts)
     draft.precision = draft.derive("precision", _precision, facts, draft)
     draft.stages = draft.derive("partition", _stages, facts)
     draft.batch = draft.derive("batch", _batch, facts, draft, batch)
     draft.train_steps = draft.derive("run length", _train_steps, facts, draft)
     draft.derive("schedule", _learning, facts, draft)
-    draft.derive("output folder", _check_folder, facts)
+    draft.derive("output folder", _check_folder, facts, draft)
     draft.derive("weights", _weights, facts, draft)
     draft.problems += check_rules(replace(facts, _batch=draft.batch, failures=draft.failures))
     if not draft.errors:
@@ -137,6 +164,16 @@ def _model(options: Options, world: World | None) -> ModelConfig:
     if options.model == "auto" and world is None:
         raise Undecided
     return model_of(options, world.device if world else "cpu")
+
+
+def _inputs(options: Options, draft: Draft) -> None:
+    """Read what is described in files of the user's: sources and the tokenizer, each once."""
+    for key, find in (("data", training_sources), ("validation", validation_sets)):
+        if (found := draft.derive(key, find, options)) is not None:
+            draft.sources[key] = found
+    paths = [path for sources in draft.sources.values() for source in sources for path in source.paths]
+    choice = choose_tokenizer(options, paths)
+    draft.tokenizer = replace(choice, facts=draft.derive("tokenizer", tokenizer_facts, choice.name))
 
 
 def _mesh(facts: Facts) -> Mesh:
@@ -224,18 +261,23 @@ def _weights(facts: Facts, draft: Draft) -> None:
     Raises:
         JobError: they are not those of the model.
     """
-    options, weights = facts.options, initial_weights(facts.options.model)
-    if (tokenizer := own_tokenizer(options)) is not None:
-        draft.note("tokenizer", tokenizer, "it comes with the model")
+    options, choice = facts.options, known(draft.tokenizer)
+    weights = draft.initial_weights = initial_weights(options.model)
+    if choice.is_own:
+        draft.note("tokenizer", choice.name, "it comes with the model")
     if weights.reason and starts_anew(options, Path(output_folder(options, facts.model.name))):
         draft.note("weights", str(weights.folder or "random"), weights.reason)
-        if problems := weights_problems(options, facts.model):
+        if problems := weights_problems(options, facts.model, weights.folder, choice):
             raise JobError(problems)
 
 
-def _check_folder(facts: Facts) -> None:
+def _check_folder(facts: Facts, draft: Draft) -> None:
+    """Raises JobError: the folder cannot take this run."""
     folder = Path(output_folder(facts.options, facts.model.name))
-    problems = folder_problems(folder, identity(facts.options, facts.model, facts.sequence_length))
+    draft.identity = identity(
+        facts.options, facts.model, facts.sequence_length, known(draft.tokenizer).identity
+    )
+    problems = folder_problems(folder, draft.identity)
     problems += restart_problems(folder, facts.options.resume)
     if problems:
         raise JobError(problems)
@@ -254,6 +296,10 @@ def _assemble(facts: Facts, draft: Draft) -> Job:
         options=options,
         world=facts.world,
         model=known(draft.model),
+        data=_data(facts, draft, output_dir),
+        initial_weights=known(draft.initial_weights),
+        identity=draft.identity,
+        seed=options.seed,
         mesh=known(draft.mesh),
         batch=batch,
         precision=precision,
@@ -263,7 +309,19 @@ def _assemble(facts: Facts, draft: Draft) -> Job:
         activation_checkpointing=facts.config.activation_checkpointing.mode,
         train_steps=steps,
         eval_interval=_eval_interval(options, steps, draft),
-        save_interval=options.save_interval or 0,
+        saves=SaveRules(
+            interval=options.save_interval or 0,
+            in_background=options.async_save,
+            stop_on_failure=options.save_failure == "stop",
+            keep_last=options.keep_last,
+            keep_every=options.keep_every,
+        ),
+        stops=StopRules(_time_limit(options), options.started_at, options.stop_file, options.stop_stamp),
+        reporting=Reporting(
+            options.log_interval, options.log_samples, options.sample_tokens, options.sample_prompt
+        ),
+        resume=options.resume,
+        allow_pickle=options.allow_pickle,
         schedule=known(draft.schedule),
         gradient_clipping=clipping,
         optimizer=known(draft.optimizer),
@@ -274,6 +332,28 @@ def _assemble(facts: Facts, draft: Draft) -> Job:
         resolved=tuple(draft.resolved),
         problems=tuple(draft.problems),
     )
+
+
+def _data(facts: Facts, draft: Draft, output_dir: str) -> DataSpec:
+    options = facts.options
+    return DataSpec(
+        training=draft.sources["data"],
+        validation=draft.sources["validation"],
+        tokenizer=facts.tokenizer,
+        model_has_tokenizer=known(draft.tokenizer).is_own,
+        text_field=options.text_field,
+        on_bad_record=options.on_bad_record,  # type: ignore[arg-type]
+        document_mask=options.document_mask,
+        mask_document_end=options.mask_document_end,
+        held_out_fraction=options.held_out_fraction,
+        eval_samples=options.eval_samples,
+        cache_folder=options.cache_dir or str(Path(output_dir) / "data" / "remote"),
+        cache_bytes=int(options.cache_size * 1e9),
+    )
+
+
+def _time_limit(options: Options) -> float | None:
+    return None if options.time_limit is None else parse_duration(options.time_limit)
 
 
 def _output_dir(facts: Facts, draft: Draft) -> str:

@@ -9,25 +9,27 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.files import replaced_atomically
-from pipeline.base.problems import JobError, Problem
+from pipeline.base.problems import Problem
 from pipeline.base.user_input import exists, is_folder
-from pipeline.data.tokenizer import tokenizer_facts
 from pipeline.job.job import Job
-from pipeline.job.model_source import CHECKPOINTS, tokenizer_of
+from pipeline.job.model_source import CHECKPOINTS
 from pipeline.job.options import RUN_FILE, Options
 from pipeline.model.config import ModelConfig
 
 
-def identity(options: Options, model: ModelConfig, sequence_length: int) -> dict[str, Any]:
+def identity(options: Options, model: ModelConfig, sequence_length: int, tokenizer: str) -> dict[str, Any]:
     """What makes two runs the same one: model, tokenizer, held-out share, sequence length and seed, flat.
 
     Layout, batch, precision, optimizer, schedule, length and the blend of the data may change from one start
     to the next; the checkpoint knows each source by its tokens.
+
+    Args:
+        tokenizer: Its own identity, so that the same one may lie in another folder.
     """
     sizes = {f"model.{key}": value for key, value in asdict(model).items() if key != "name"}
     return {
         **sizes,
-        "tokenizer": _tokenizer(options),
+        "tokenizer": tokenizer,
         "text_field": options.text_field,
         "on_bad_record": options.on_bad_record,
         "document_mask": options.document_mask,
@@ -36,16 +38,6 @@ def identity(options: Options, model: ModelConfig, sequence_length: int) -> dict
         "seq_length": sequence_length,
         "seed": options.seed,
     }
-
-
-def _tokenizer(options: Options) -> str:
-    """Identity of the tokenizer, so that the same one may lie in another folder; the name of one that cannot
-    be read, which a rule of its own refuses."""
-    name = tokenizer_of(options)
-    try:
-        return tokenizer_facts(name).identity
-    except JobError:
-        return str(name)
 
 
 def folder_problems(folder: Path, wanted: dict[str, Any]) -> list[Problem]:
@@ -112,7 +104,7 @@ def run_json(job: Job) -> dict[str, Any]:
     """The content of run.json."""
     return {
         "options": job.options.to_json(),
-        "identity": identity(job.options, job.model, job.batch.sequence_length),
+        "identity": job.identity,
         "deepspeed_json": job.json,
         "deepspeed": job.deepspeed,
         "resolved": {note.key: note.value for note in job.resolved},

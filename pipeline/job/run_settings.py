@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from pipeline.job.data_sources import training_sources
 from pipeline.job.job import Job
 from pipeline.job.schema import DYNAMIC_LOSS_SCALE, KEYS
 
@@ -24,7 +23,7 @@ def settings_of(job: Job) -> dict[str, Any]:
         "gradient_clipping": job.gradient_clipping,
         "optimizer": optimizer,
         "scheduler": job.schedule.to_json(),
-        "data": {source.name: float(source.weight) for source in training_sources(job.options)},
+        "data": {source.name: float(source.weight) for source in job.data.training},
         "activation_checkpointing": job.activation_checkpointing,
     }
     return {**dict(_flat(nested)), **_loss_scale(job)}

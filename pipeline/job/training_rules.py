@@ -8,7 +8,7 @@ from pipeline.base.fields import AUTO
 from pipeline.base.problems import Problem
 from pipeline.base.user_input import is_file
 from pipeline.data.inputs import kind_of, token_prefix
-from pipeline.job.data_sources import known_sources, source_problems
+from pipeline.job.data_sources import path_problems
 from pipeline.job.facts import Facts
 from pipeline.job.monitors import MONITORS
 
@@ -104,7 +104,7 @@ def evaluation(f: Facts) -> Iterable[Problem]:
             "validation", " ".join(f.options.validation), rule, "Raise --eval_samples, or leave it out"
         )
     elif fraction > 0 and (
-        single := [each.name for each in known_sources(f.options) if _one_text(each.paths)]
+        single := [each.name for each in f.sources.get("data", ()) if _one_text(each.paths)]
     ):
         rule = f"documents are held out whole, and {', '.join(single)} is a single document"
         yield Problem("eval_samples", f.options.eval_samples, rule, "Give 0, or the data in several files")
@@ -133,4 +133,6 @@ def prompt(f: Facts) -> Iterable[Problem]:
 
 
 def data(f: Facts) -> Iterable[Problem]:
-    return source_problems(f.options)
+    for key in ("data", "validation"):
+        yield from f.failures.get(key, ())
+        yield from path_problems(key, f.sources.get(key, ()))

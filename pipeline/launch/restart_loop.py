@@ -110,7 +110,7 @@ def tell_how_to_go_on(job: Job, saved: int | None, command: Sequence[str]) -> No
         saved: Step of the newest one that a start has completed, where this machine may not see it.
     """
     found = _selected(job, "auto")
-    named = None if saved is not None or job.options.resume in ("auto", "never") else job.options.resume
+    named = None if saved is not None or job.resume in ("auto", "never") else job.resume
     if named is not None and (found is None or found.path.resolve() != Path(named).resolve()):
         found = _selected(job, named)  # no start has come so far as to note it for the next one
     else:
@@ -126,7 +126,7 @@ def tell_how_to_go_on(job: Job, saved: int | None, command: Sequence[str]) -> No
 def _selected(job: Job, resume: str) -> Checkpoint | None:
     """What the job goes on from with that ``--resume``; None where there is nothing, or nothing usable."""
     try:
-        return select_checkpoint(replace(job, options=replace(job.options, resume=resume))).checkpoint
+        return select_checkpoint(replace(job, resume=resume)).checkpoint
     except JobError:
         return None
 

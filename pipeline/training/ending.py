@@ -23,7 +23,7 @@ class RunFailed(Exception):
 def resume_hint(job: Job, by_name: bool = False) -> str:
     """How a run that was stopped is resumed; `by_name`: the checkpoint that this start has named, if it has,
     must be named again."""
-    named = ["--resume", job.options.resume] if by_name and job.options.resume != "auto" else []
+    named = ["--resume", job.resume] if by_name and job.resume != "auto" else []
     return f"to resume: {_again(job, *named)}"
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pipeline.engine.agreement import agree_on_weights
 from pipeline.engine.folder_weights import FolderWeights
-from pipeline.job.initial_weights import initial_weights
 from pipeline.job.job import Job
-from pipeline.job.model_source import own_tokenizer
 from pipeline.parallel.context import Parallel
 
 
@@ -16,7 +14,7 @@ def first_weights(job: Job, parallel: Parallel) -> FolderWeights | None:
     Raises:
         WeightsMismatch: ranks see different files.
     """
-    folder = initial_weights(job.options.model).folder
+    folder = job.initial_weights.folder
     if folder is None:
         return None
     weights = FolderWeights(folder, job.model)
@@ -26,10 +24,10 @@ def first_weights(job: Job, parallel: Parallel) -> FolderWeights | None:
 
 def weights_lines(job: Job) -> list[str]:
     """Where the weights of step 0 come from, for the console."""
-    weights = initial_weights(job.options.model)
+    weights = job.initial_weights
     if weights.folder is None:
         return [f"starting at step 0{f' from random weights: {weights.reason}' if weights.reason else ''}"]
     lines = [f"starting at step 0 with the weights in {weights.folder}"]
-    if own_tokenizer(job.options) is not None:
+    if job.data.model_has_tokenizer:
         lines.append("tokens are those of the tokenizer there")
     return lines

@@ -119,7 +119,7 @@ class Loop:
             self.record_step(time.perf_counter() - begin)
             if self._is_due(step, self.job.eval_interval) and not self._evaluate(step):
                 return self._stop()
-            if self._is_due(step, self.job.save_interval):
+            if self._is_due(step, self.job.saves.interval):
                 self.progress("saving", step)
                 self.saves.save(self.state)
         self.progress("saving", self.state.step)

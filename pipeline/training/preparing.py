@@ -9,7 +9,6 @@ from pathlib import Path
 import psutil
 
 from pipeline.base.problems import JobError, Problem
-from pipeline.base.user_input import parse_duration
 from pipeline.checkpoints.manifest import TrainState
 from pipeline.checkpoints.output import checkpoint_bytes
 from pipeline.checkpoints.proof import Agreed, Prover, agree_on_checkpoint
@@ -101,7 +100,7 @@ def _require_usable_numbers(job: Job, state: TrainState) -> None:
     folder = Path(job.output_dir)
     metrics, samples = folder / METRICS_FILE, folder / SAMPLES_FILE
     found = {metrics: unusable_metrics(metrics, state.step, evaluation_due=state.evaluation_due)}
-    if job.options.log_samples:
+    if job.reporting.log_samples:
         found[samples] = unusable_samples(samples)
     remedy = "Repair the line, or move the file away: the run does not need it to go on"
     problems = [
@@ -117,26 +116,25 @@ def _console(job: Job, rank: int, selection: Selection) -> Console:
     return make_console(
         rank,
         total_steps=job.train_steps,
-        log_interval=job.options.log_interval,
+        log_interval=job.reporting.log_interval,
         resume_step=_state(selection).step,
     )
 
 
 def _stopping(job: Job, rank: int, signals: StopRequest) -> Stopping:
     """What may stop the run: signals on every rank, the clock and the file on rank 0."""
-    options = job.options
+    rules = job.stops
     if rank != 0:
         return Stopping(signals)
     limit = None
-    if options.time_limit is not None:
-        launch = options.started_at
-        launch = psutil.Process().create_time() if launch is None else launch
+    if rules.time_limit is not None:
+        launch = psutil.Process().create_time() if rules.started_at is None else rules.started_at
         first_save = checkpoint_bytes(job) / len(job.world.hosts) / WRITE_RATE
-        limit = TimeLimit(parse_duration(options.time_limit), launch, first_save)
-    path = stop_path(options.stop_file, job.output_dir)
+        limit = TimeLimit(rules.time_limit, launch, first_save)
+    path = stop_path(rules.file, job.output_dir)
     assert path is not None
-    before = stamp_of(path) if options.stop_stamp is None else read_stamp(options.stop_stamp)
-    return Stopping(signals, limit, StopFile(path, options.stop_file is None, before))
+    before = stamp_of(path) if rules.stamp is None else read_stamp(rules.stamp)
+    return Stopping(signals, limit, StopFile(path, rules.file is None, before))
 
 
 def _meet(job: Job, environment: RankEnvironment) -> Parallel:
@@ -157,5 +155,5 @@ def _agreed(
 ) -> Agreed:
     """What all ranks go on from, proven by its digests."""
     stopped = lambda: stopping.code() != 0  # noqa: E731
-    prover = Prover(parallel, environment.local_rank, job.options.allow_pickle, console.message, stopped)
+    prover = Prover(parallel, environment.local_rank, job.allow_pickle, console.message, stopped)
     return agree_on_checkpoint(job, found, prover)

@@ -11,16 +11,14 @@ from pipeline.checkpoints.manifest import TrainState
 from pipeline.data.corpus import SourceSpec
 from pipeline.data.preparation import Rules
 from pipeline.data.remote_cache import RemoteCache
+from pipeline.data.tokenizer import from_facts
 from pipeline.data.training_data import DataSettings, TrainingData, load_data
-from pipeline.job.data_sources import training_sources, validation_sets
 from pipeline.job.job import Job
-from pipeline.job.model_source import model_tokenizer
 
 
 def remote_cache(job: Job, say: Callable[[str], None]) -> RemoteCache:
     """Where copies of remote objects are kept. They stay as long as it is open."""
-    folder = job.options.cache_dir or Path(job.output_dir) / "data" / "remote"
-    return RemoteCache(Path(folder), int(job.options.cache_size * 1e9), say)
+    return RemoteCache(Path(job.data.cache_folder), job.data.cache_bytes, say)
 
 
 def run_data(
@@ -34,20 +32,19 @@ def run_data(
     Raises:
         JobError: the data cannot be used, or is not what the checkpoint was trained on.
     """
-    options = job.options
+    spec = job.data
 
     def local(specs: Sequence[SourceSpec]) -> list[SourceSpec]:
-        return [replace(spec, paths=remote.localize(spec.paths)) for spec in specs]
+        return [replace(each, paths=remote.localize(each.paths)) for each in specs]
 
     return load_data(
-        local(training_sources(options)),
+        local(spec.training),
         Path(job.output_dir) / "data",
         _settings(job),
         say,
-        validation=local(validation_sets(options)),
-        tokenizer_name=options.tokenizer,
-        default_tokenizer=model_tokenizer(options),
-        rules=Rules(options.text_field, options.on_bad_record),
+        validation=local(spec.validation),
+        tokenizer=from_facts(spec.tokenizer),
+        rules=Rules(spec.text_field, spec.on_bad_record),
         saved=state.data,
         position=state.consumed_samples,
         # Any rank may be the one that tokenizes; only rank 0's console speaks otherwise.
@@ -56,12 +53,12 @@ def run_data(
 
 
 def _settings(job: Job) -> DataSettings:
-    options = job.options
+    spec = job.data
     return DataSettings(
         sequence_length=job.batch.sequence_length,
-        seed=options.seed,
-        eval_fraction=options.held_out_fraction,
+        seed=job.seed,
+        eval_fraction=spec.held_out_fraction,
         vocab_size=job.model.vocab_size,
-        document_mask=options.document_mask,
-        mask_document_end=options.mask_document_end,
+        document_mask=spec.document_mask,
+        mask_document_end=spec.mask_document_end,
     )

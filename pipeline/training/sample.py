@@ -17,7 +17,7 @@ def sample_text(engine: TrainEngine, job: Job, tokenizer: Tokenizer, prompt: str
 
     Each token costs a forward pass over a whole sequence: fine for a look at a model, slow for more.
     """
-    generator = torch.Generator().manual_seed(job.options.seed)
+    generator = torch.Generator().manual_seed(job.seed)
     length = job.batch.sequence_length
     text = tokenizer.encode(prompt).tolist()
     for _ in range(count):

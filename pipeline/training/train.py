@@ -50,7 +50,7 @@ def train(engine: TrainEngine, prepared: Prepared) -> Outcome:
         sinks = _sinks(prepared, stack)
         saves = _saves(engine, prepared, sinks)
         rank = prepared.parallel.rank
-        set_random_state(checkpoint.path if checkpoint else None, prepared.job.options.seed, rank)
+        set_random_state(checkpoint.path if checkpoint else None, prepared.job.seed, rank)
         loop = _loop(engine, prepared, loader, sinks, saves)
         try:
             status = loop.run()
@@ -77,7 +77,7 @@ def _loop(
     engine: TrainEngine, prepared: Prepared, loader: BatchLoader, sinks: Sinks, saves: RunSaves
 ) -> Loop:
     job, here = prepared.job, prepared.parallel.coordinates
-    share = (job.options.eval_samples, job.batch.micro_batch_size, here.data, job.mesh.data)
+    share = (job.data.eval_samples, job.batch.micro_batch_size, here.data, job.mesh.data)
     return Loop(
         job=job,
         parallel=prepared.parallel,
@@ -105,8 +105,8 @@ def _last_words(loop: Loop, prepared: Prepared) -> None:
         _evaluate_again(loop, prepared)
     if line := best_line(loop.state.best_eval_loss):
         console.message(line)
-    if job.options.sample_tokens > 0:
-        prompt, count = job.options.sample_prompt, job.options.sample_tokens
+    prompt, count = job.reporting.sample_prompt, job.reporting.sample_tokens
+    if count > 0:
         console.message(f"sample:\n{sample_text(loop.engine, job, prepared.data.tokenizer, prompt, count)}\n")
     console.message(f"finished {counted(done, 'step')}; {go_on_hint(job, done)}")
 
@@ -122,7 +122,7 @@ def _evaluate_again(loop: Loop, prepared: Prepared) -> None:
 
 def _saves(engine: TrainEngine, prepared: Prepared, sinks: Sinks) -> RunSaves:
     """What saves the run's checkpoints."""
-    options, console, data = prepared.job.options, prepared.console, prepared.data
+    rules, console, data = prepared.job.saves, prepared.console, prepared.data
 
     def companions(folder: Path) -> None:
         for file in sinks.files:
@@ -133,12 +133,12 @@ def _saves(engine: TrainEngine, prepared: Prepared, sinks: Sinks) -> RunSaves:
         Saver(
             engine,
             prepared.job,
-            in_background=options.async_save,
+            in_background=rules.in_background,
             companions=companions,
             say=console.message if prepared.parallel.rank == 0 else print,
         ),
         saved=prepared.state if prepared.selection.checkpoint else None,
-        on_failure="stop" if options.save_failure == "stop" else "continue",
+        on_failure="stop" if rules.stop_on_failure else "continue",
         with_progress=lambda state: replace(state, data=data.order.state(state.consumed_samples)),
         say=console.message,
         record_seconds=prepared.stopping.record_save,
@@ -156,7 +156,7 @@ def _sinks(prepared: Prepared, stack: contextlib.ExitStack) -> Sinks:
     if metrics.missing_steps:
         missing = f"{METRICS_FILE} lacks {metrics.missing_steps} of the steps before this start"
         prepared.console.message(missing)
-    if job.options.log_samples:
+    if job.reporting.log_samples:
         batch_size = job.batch.train_batch_size
         samples = SampleLog(folder / SAMPLES_FILE, prepared.data.train, batch_size, state)
         files.append(stack.enter_context(samples))

@@ -75,7 +75,7 @@ def test_nothing_is_removed_before_the_new_one_counts_on_every_host(tmp_path: Pa
     for host in ("host0", "host1"):
         (tmp_path / host).mkdir()
         made = job(tmp_path / host, optimizer=ADAM, zero_optimization={"stage": 1})
-        jobs.append(replace(made, options=replace(made.options, keep_last=1)))
+        jobs.append(replace(made, saves=replace(made.saves, keep_last=1)))
     first, second = run_ranks(save_where_one_host_cannot, 2, jobs)
     assert first == (1, ["global_step1", "global_step2", "latest"])
     assert second == (1, ["global_step1", "latest"])

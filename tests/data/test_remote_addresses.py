@@ -14,9 +14,10 @@ from pipeline.data.corpus import data_problems, find_corpus
 from pipeline.data.inputs import is_remote, remote_problem
 from pipeline.data.remote import RemoteStore
 from pipeline.data.token_file import open_token_file
-from pipeline.job.data_sources import source_problems, training_sources
+from pipeline.job.data_sources import training_sources
 from pipeline.job.options import Options
 from tests.data.remote_objects import CONTENT, SECRET, Cache, Web, refused
+from tests.job.drafts import draft
 
 # Addresses
 
@@ -51,12 +52,8 @@ def test_no_message_shows_a_query(tmp_path: Path):
     secret = f"https://host/a.txt?sig={SECRET}"
     blend = tmp_path / "blend.json"
     blend.write_text(json.dumps({"sources": [{"data": secret, "weight": 0.5}]}), encoding="utf-8")
-    for options in (
-        Options(data=(secret, "b=0.5")),
-        Options(validation=(secret,)),
-        Options(data_blend=str(blend)),
-    ):
-        problems = list(source_problems(options))
+    for options in ({"data": (secret, "b=0.5")}, {"validation": (secret,)}, {"data_blend": str(blend)}):
+        problems = draft(tmp_path, {}, **options).errors
         assert problems and not any("sig=" in str(problem) for problem in problems)
 
 

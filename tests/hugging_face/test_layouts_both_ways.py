@@ -18,7 +18,6 @@ from pipeline.engine.distributed import start_distributed
 from pipeline.engine.folder_weights import FolderWeights
 from pipeline.export import main as export
 from pipeline.hugging_face.tensor_map import Block, Entry
-from pipeline.job.initial_weights import initial_weights
 from pipeline.job.job import Job
 from pipeline.parallel.context import Parallel
 from tests.checkpoints.layouts import find
@@ -55,7 +54,7 @@ def start_and_save(jobs: list[Job], fault: Callable[[], None] | None = None) -> 
     parallel = Parallel.create(jobs[0].mesh, TIMEOUT)
     losses = []
     for each in jobs:
-        weights = FolderWeights(initial_weights(each.options.model).folder, each.model)
+        weights = FolderWeights(each.initial_weights.folder, each.model)
         engine = build_engine(each, parallel, weights)
         save_checkpoint(engine, each, TrainState())
         losses.append(first_loss(engine))
@@ -128,7 +127,7 @@ def _reads(job: Job, parallel: Parallel) -> tuple[int, int, int]:
             most = max(most, sum(numel for reference, numel in alive if reference() is not None))
             return tensor
 
-    build_engine(job, parallel, Watched(initial_weights(job.options.model).folder, job.model))
+    build_engine(job, parallel, Watched(job.initial_weights.folder, job.model))
     return count, most, largest
 
 

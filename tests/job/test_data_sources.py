@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from pipeline.base.problems import JobError
-from pipeline.job.data_sources import source_problems, training_sources, validation_sets
+from pipeline.job.data_sources import training_sources, validation_sets
 from pipeline.job.options import Options
+from tests.job.drafts import draft
 
 
 def refusal(**options: Any) -> str:
@@ -137,9 +138,14 @@ def test_wrong_validation_sets(entry: str) -> None:
 def test_paths_of_every_source_and_set_are_looked_at(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
     here, gone = str(tmp_path / "a.txt"), str(tmp_path / "gone.txt")
-    options = Options(data=(f"{here}=0.5", f"{gone}=0.5"), validation=(f"v={gone}x",))
-    problems = [(problem.key, problem.value) for problem in source_problems(options)]
+    sets = {"data": (f"{here}=0.5", f"{gone}=0.5"), "validation": (f"v={gone}x",)}
+    problems = [(problem.key, problem.value) for problem in draft(tmp_path, {}, **sets).errors]
     assert problems == [("data", gone), ("validation", f"{gone}x")]
+
+
+def test_a_wrong_blend_hides_no_problem_of_a_validation_set(tmp_path: Path) -> None:
+    sets = {"data": ("a=0.5", "b"), "validation": (f"v={tmp_path}/gone",)}
+    assert [problem.key for problem in draft(tmp_path, {}, **sets).errors] == ["data", "validation"]
 
 
 def test_what_is_held_out_by_default() -> None:

@@ -157,7 +157,7 @@ def train(
     case: Case, folder: Path, break_it: Callable[[Calls], None] | None = None
 ) -> tuple[list[RankRun], list[Difference]]:
     job = case.job(folder)
-    job = replace(job, options=replace(job.options, document_mask=True))
+    job = replace(job, data=replace(job.data, document_mask=True))
     runs = run_ranks(train_rank, case.world_size, case, job, partial(use_documents, break_it=break_it))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compare, "oracle", masked_oracle)
@@ -307,5 +307,5 @@ def _train_without_documents(case: Case, job: Job) -> str:
 def test_micro_batches_without_documents_are_refused(tmp_path: Path):
     case = Case()
     job = case.job(tmp_path)
-    job = replace(job, options=replace(job.options, document_mask=True))
+    job = replace(job, data=replace(job.data, document_mask=True))
     assert "without documents" in run_ranks(_train_without_documents, 1, case, job)[0]

@@ -118,7 +118,7 @@ def loop(job: Job, recorder: Recorder, state: TrainState | None = None, **change
 
 def test_evaluates_then_saves_at_intervals_and_at_the_end(job: Job):
     recorder = Recorder()
-    made = loop(replace(job, save_interval=2), recorder)
+    made = loop(replace(job, saves=replace(job.saves, interval=2)), recorder)
     assert made.run() == "finished"
     assert recorder.events == [
         "step 1",
@@ -133,7 +133,7 @@ def test_evaluates_then_saves_at_intervals_and_at_the_end(job: Job):
 
 def test_intervals_of_0_mean_the_end_only(job: Job):
     recorder = Recorder()
-    loop(replace(job, save_interval=0, eval_interval=0), recorder).run()
+    loop(replace(job, saves=replace(job.saves, interval=0), eval_interval=0), recorder).run()
     assert recorder.events[-3:] == ["step 5", "eval 5: 6.0", "save 5"]
     assert len(recorder.events) == 7
 
@@ -180,7 +180,11 @@ def test_a_stop_saves_the_last_whole_step(job: Job):
 
 def test_a_stop_right_after_a_save_saves_no_second_time(job: Job):
     recorder = Recorder()
-    made = loop(replace(job, save_interval=2), recorder, stop_code=lambda: 15 * bool(recorder.saved))
+    made = loop(
+        replace(job, saves=replace(job.saves, interval=2)),
+        recorder,
+        stop_code=lambda: 15 * bool(recorder.saved),
+    )
     assert made.run() == "stopped"
     assert recorder.events == ["step 1", "step 2", "eval 2: 6.0", "save 2"]
 

@@ -167,7 +167,8 @@ def test_a_file_that_appears_while_the_job_is_read_counts(
     def read(options: Options, *_: object) -> Job:
         if not stale:
             path.touch()
-        return replace(job_in(tmp_path), options=options)
+        job = job_in(tmp_path)
+        return replace(job, stops=replace(job.stops, file=options.stop_file))
 
     def be(job: Job, environment: RankEnvironment, stop: StopRequest, link: RankLink) -> int:
         codes.append(_stopping(job, environment.rank, stop).code())

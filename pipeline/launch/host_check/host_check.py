@@ -15,7 +15,7 @@ from pipeline.cluster.devices import BF16_CAPABILITY
 from pipeline.cluster.forwarded_environment import deepspeed_env, forwarded
 from pipeline.cluster.launcher_options import LauncherOptions
 from pipeline.data.inputs import is_remote
-from pipeline.job.data_sources import training_paths, validation_paths
+from pipeline.job.data_sources import data_paths
 from pipeline.job.options import Options
 from pipeline.job.resolve import PROJECT, config_path
 from pipeline.job.world import LOOPBACK, Host, World
@@ -174,7 +174,7 @@ def ask_about(
         options.data_blend,
         options.config,
     ]
-    paths = [*training_paths(options), *validation_paths(options)]
+    paths = data_paths(options)
     local = [path for path in paths if not is_remote(path) and not path.startswith("hub:")]
     output = options.output_dir or "runs"
     folders = [output]
