@@ -44,10 +44,10 @@ TARGETS = {
     "blocked and slowed / save": None,
     "load / read": 2.0,
     "load / torch.load": None,
-    "prove and load / read": None,
+    "verify and load / read": None,
     "load, other layout / read": 2.0,
     "load, other layout / torch.load": None,
-    "prove and load, other layout / read": None,
+    "verify and load, other layout / read": None,
     "convert / copy": 2.0,
 }
 
@@ -175,14 +175,14 @@ def _measure(name: str, case: Case, setting: Setting, given: Arguments) -> dict[
 
 
 def _loading(seconds: dict[str, list[float]], which: str) -> dict[str, float]:
-    load, proven = (
+    load, verified = (
         seconds["load"],
-        [sum(both) for both in zip(seconds["prove"], seconds["load"], strict=True)],
+        [sum(both) for both in zip(seconds["verify"], seconds["load"], strict=True)],
     )
     return {
         f"load{which} / read": paired_ratio(load, seconds["read"]),
         f"load{which} / torch.load": paired_ratio(load, seconds["torch.load"]),
-        f"prove and load{which} / read": paired_ratio(proven, seconds["read"]),
+        f"verify and load{which} / read": paired_ratio(verified, seconds["read"]),
     }
 
 

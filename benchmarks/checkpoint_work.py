@@ -23,9 +23,9 @@ from pipeline.checkpoints.conversion import convert
 from pipeline.checkpoints.folder import remove_checkpoint, tag_of
 from pipeline.checkpoints.load import load_checkpoint
 from pipeline.checkpoints.manifest import Checkpoint, TrainState, read_checkpoint
-from pipeline.checkpoints.proof import Prover
 from pipeline.checkpoints.saver import Saver
 from pipeline.checkpoints.snapshot import PlannedFiles, plan_shards
+from pipeline.checkpoints.verification import Verifier
 from pipeline.cluster.rank_environment import RankEnvironment
 from pipeline.data.loader import read_step
 from pipeline.job.run_file import CHECKPOINTS
@@ -122,27 +122,27 @@ def _background(saver: Saver, trainer: _Trainer) -> tuple[float, float]:
 
 def load_in_turn(work: Work, environment: RankEnvironment, clock: Clock) -> dict[str, list[float]]:
     """Read the bytes of a checkpoint, all ranks together; read the files that `torch.save` made of the same
-    tensors; load the checkpoint as a resumed run does, which proves the digests and then takes the values."""
+    tensors; load the checkpoint as a resumed run does: verify the digests, then take the values."""
     trainer = _Trainer(work.task, environment)
-    prover = Prover(trainer.parallel, environment.local_rank)
+    verifier = Verifier(trainer.parallel, environment.local_rank)
     checkpoint = read_checkpoint(Path(work.checkpoint))
     files = _files(checkpoint.path)
     plain = sorted(Path(work.task.setting.folder).glob("plain-*.pt"))
     mine = plain[environment.rank :: environment.world_size]
-    result: dict[str, list[float]] = {"read": [], "torch.load": [], "prove": [], "load": []}
+    result: dict[str, list[float]] = {"read": [], "torch.load": [], "verify": [], "load": []}
     for number in range(work.rounds + 1):
         _once(environment, lambda: forget(files) if work.cold else None)
         read = _seconds(lambda: _read_share(files, environment))
         _once(environment, lambda: forget(plain) if work.cold else None)
         bare = _seconds(lambda: [torch.load(path, weights_only=True) for path in mine])
         _once(environment, lambda: forget(files) if work.cold else None)
-        prove = _seconds(lambda: _prove(prover, checkpoint))
+        verify = _seconds(lambda: _verify(verifier, checkpoint))
         with captured_stdout():
             take = _seconds(lambda: load_checkpoint(trainer.engine, checkpoint))
         if number:
             result["read"].append(read)
             result["torch.load"].append(bare)
-            result["prove"].append(prove)
+            result["verify"].append(verify)
             result["load"].append(take)
     return result
 
@@ -167,8 +167,8 @@ def convert_in_turn(work: Work, environment: RankEnvironment, clock: Clock) -> d
     return result
 
 
-def _prove(prover: Prover, checkpoint: Checkpoint) -> None:
-    if failure := prover.failure(checkpoint):
+def _verify(verifier: Verifier, checkpoint: Checkpoint) -> None:
+    if failure := verifier.failure(checkpoint):
         raise ValueError(f"{checkpoint.path} {failure}")
 
 

@@ -125,7 +125,7 @@ def _export(options: ExportOptions) -> Export:
 
 
 def chosen_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint at `path`; says which newer ones were passed over."""
+    """The checkpoint at `path`; says which newer ones were skipped."""
     return checkpoint_at(path).told(partial(print, file=sys.stderr))
 
 

@@ -34,7 +34,7 @@ from pipeline.launch.preflight import read_arguments
 from pipeline.training.quiet import quiet_deepspeed
 
 if TYPE_CHECKING:
-    from pipeline.checkpoints.conversion import Progress
+    from pipeline.checkpoints.conversion import ConversionProgress
 
 PROGRAM = "python -m pipeline.reshard"
 LINE_SECONDS = 5.0  # between lines of progress
@@ -135,7 +135,7 @@ class _Lines:
     def __init__(self) -> None:
         self._next = time.monotonic() + LINE_SECONDS
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: ConversionProgress) -> None:
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + LINE_SECONDS
             share = progress.bytes / progress.all_bytes

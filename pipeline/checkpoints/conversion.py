@@ -27,7 +27,13 @@ from pipeline.checkpoints.manifest import (
 )
 from pipeline.checkpoints.output import only_one
 from pipeline.checkpoints.stored import StoredState
-from pipeline.checkpoints.universal import FILE_OVERHEAD, Source, origin_of, write_common, write_parameter
+from pipeline.checkpoints.universal import (
+    FILE_OVERHEAD,
+    WholeParameters,
+    origin_of,
+    write_common,
+    write_parameter,
+)
 from pipeline.job.job import Job
 from pipeline.model.gpt import parameter_cuts
 
@@ -35,7 +41,7 @@ TOKENIZER = "tokenizer"
 
 
 @dataclass(frozen=True)
-class Progress:
+class ConversionProgress:
     """How far a conversion is.
 
     Attributes:
@@ -60,7 +66,7 @@ def convert(
     job: Job,
     folder: Path,
     workers: int,
-    report: Callable[[Progress], None] = lambda _: None,
+    report: Callable[[ConversionProgress], None] = lambda _: None,
 ) -> bool:
     """Write `checkpoint` anew as the checkpoint `folder`, for the layout of `job`.
 
@@ -75,18 +81,18 @@ def convert(
             another process is at it.
         OSError: a file could not be read or written; what is on the disk is used by the next call.
     """
-    place, task = Workplace(folder), task_of(checkpoint, job)
+    partial, task = PartialFolder(folder), task_of(checkpoint, job)
     _finished(folder, task)  # else a refused call would leave a folder of its own
-    if foreign := place.foreign():
+    if foreign := partial.foreign():
         rule = f"is where it would be made, and holds {foreign[0]}, which no conversion has made"
-        raise JobError([Problem("FOLDER", str(place.path), rule, "Move it away, or name another folder")])
-    place.path.mkdir(parents=True, exist_ok=True)
-    with only_one(place.path / "lock", "FOLDER", folder, "converting"):
+        raise JobError([Problem("FOLDER", str(partial.path), rule, "Move it away, or name another folder")])
+    partial.path.mkdir(parents=True, exist_ok=True)
+    with only_one(partial.path / "lock", "FOLDER", folder, "converting"):
         finished = _finished(folder, task)
         if not finished:
-            place.prepare(task)
-            _write(checkpoint, job, place, workers, report)
-        place.remove()
+            partial.prepare(task)
+            _write(checkpoint, job, partial, workers, report)
+        partial.remove()
     return not finished
 
 
@@ -108,30 +114,34 @@ def _finished(folder: Path, task: dict[str, Any]) -> bool:
 
 
 def _write(
-    checkpoint: Checkpoint, job: Job, place: Workplace, workers: int, report: Callable[[Progress], None]
+    checkpoint: Checkpoint,
+    job: Job,
+    partial: PartialFolder,
+    workers: int,
+    report: Callable[[ConversionProgress], None],
 ) -> None:
-    if not place.is_proven:
-        prove(checkpoint, workers)
-        place.note_proof()
+    if not partial.is_verified:
+        verify_files(checkpoint, workers)
+        partial.record_verified()
     source = open_source(checkpoint, job)
-    done = {name: files for name in source.cuts if (files := place.written(name)) is not None}
+    done = {name: files for name in source.cuts if (files := partial.written(name)) is not None}
     # The largest first, so that none of them is left for the end.
     left = sorted((name for name in source.cuts if name not in done), key=source.numel, reverse=True)
-    _check_space(source, left, place)
-    done |= dict(_write_parameters(source, left, place, workers, _reporter(source, done, report)))
+    _check_space(source, left, partial)
+    done |= dict(_write_parameters(source, left, partial, workers, _reporter(source, done, report)))
     files = [file for name in source.cuts for file in done[name]]
-    files += write_common(source, job, checkpoint.state, task_of(checkpoint, job), place.content)
+    files += write_common(source, job, checkpoint.state, task_of(checkpoint, job), partial.content)
     entries = {file.name: FileEntry(file.bytes, file.digest) for file in files}
     if (tokenizer := checkpoint.path / TOKENIZER).exists():
-        shutil.copytree(tokenizer, place.content / TOKENIZER, dirs_exist_ok=True)
-        copied = files_below(place.content / TOKENIZER)
+        shutil.copytree(tokenizer, partial.content / TOKENIZER, dirs_exist_ok=True)
+        copied = files_below(partial.content / TOKENIZER)
         entries |= {f"{TOKENIZER}/{name}": entry for name, entry in copied.items()}
-    sync_files(place.content)
-    write_converted_manifest(checkpoint, place.content, entries, layout_of(job))
-    place.publish()
+    sync_files(partial.content)
+    write_converted_manifest(checkpoint, partial.content, entries, layout_of(job))
+    partial.publish()
 
 
-def prove(checkpoint: Checkpoint, workers: int) -> None:
+def verify_files(checkpoint: Checkpoint, workers: int) -> None:
     """Read every file of a checkpoint, before anything in it is interpreted.
 
     Raises:
@@ -151,7 +161,7 @@ def prove(checkpoint: Checkpoint, workers: int) -> None:
         raise JobError([Problem("CHECKPOINT", str(checkpoint.path), rule, "Name another checkpoint")])
 
 
-def open_source(checkpoint: Checkpoint, job: Job) -> Source:
+def open_source(checkpoint: Checkpoint, job: Job) -> WholeParameters:
     """What a checkpoint holds, which must be each parameter of the job's model, once and in its shape.
 
     Raises:
@@ -166,23 +176,29 @@ def open_source(checkpoint: Checkpoint, job: Job) -> Source:
         rule = f"its parameters are not those of the model {job.model.name}: {', '.join(names)}"
         raise JobError([Problem("CHECKPOINT", str(checkpoint.path), rule, "Give the --model of its run")])
     scaler = stored.loss_scaler() if checkpoint.layout["compute"] == "fp16" else None
-    return Source(stored, cuts, scaler)
+    return WholeParameters(stored, cuts, scaler)
 
 
-def _check_space(source: Source, left: list[str], place: Workplace) -> None:
+def _check_space(source: WholeParameters, left: list[str], partial: PartialFolder) -> None:
     needed = sum(source.bytes_of(name) for name in left) + len(left) * FILE_OVERHEAD
-    free = shutil.disk_usage(place.path).free
+    free = shutil.disk_usage(partial.path).free
     if needed > free:
         rule = f"{needed / 1e9:.3f} GB are to be written, and {free / 1e9:.3f} GB are free there"
-        raise JobError([Problem("FOLDER", str(place.folder), rule, "Make room, or name a folder elsewhere")])
+        raise JobError(
+            [Problem("FOLDER", str(partial.folder), rule, "Make room, or name a folder elsewhere")]
+        )
 
 
 def _write_parameters(
-    source: Source, names: list[str], place: Workplace, workers: int, written: Callable[[str], None]
+    source: WholeParameters,
+    names: list[str],
+    partial: PartialFolder,
+    workers: int,
+    written: Callable[[str], None],
 ) -> Iterator[tuple[str, list[WrittenFile]]]:
     def write(name: str) -> tuple[str, list[WrittenFile]]:
-        files = write_parameter(source, name, place.content)
-        place.note_written(name, files)
+        files = write_parameter(source, name, partial.content)
+        partial.record_written(name, files)
         return name, files
 
     with ThreadPoolExecutor(workers) as pool:
@@ -196,7 +212,7 @@ def _write_parameters(
 
 
 def _reporter(
-    source: Source, done: dict[str, list[WrittenFile]], report: Callable[[Progress], None]
+    source: WholeParameters, done: dict[str, list[WrittenFile]], report: Callable[[ConversionProgress], None]
 ) -> Callable[[str], None]:
     """A function to call with the name of each parameter that has been written."""
     everything = {name: source.bytes_of(name) for name in source.cuts}
@@ -205,7 +221,7 @@ def _reporter(
     def written(name: str) -> None:
         names.append(name)
         so_far = sum(everything[each] for each in names)
-        report(Progress(len(names), len(everything), so_far, sum(everything.values())))
+        report(ConversionProgress(len(names), len(everything), so_far, sum(everything.values())))
 
     return written
 
@@ -214,7 +230,7 @@ _OWN = ("task.json", "proven", "written", "checkpoint", "lock")
 
 
 @dataclass(frozen=True)
-class Workplace:
+class PartialFolder:
     """The folder in which `folder` is made."""
 
     folder: Path
@@ -248,11 +264,11 @@ class Workplace:
             file.write(json.dumps(task).encode())
 
     @property
-    def is_proven(self) -> bool:
+    def is_verified(self) -> bool:
         """Whether the source is what was saved."""
         return (self.path / "proven").exists()
 
-    def note_proof(self) -> None:
+    def record_verified(self) -> None:
         """The source is what was saved."""
         (self.path / "proven").touch()
 
@@ -264,7 +280,7 @@ class Workplace:
         files = [WrittenFile(**entry) for entry in json.loads(note.read_text(encoding="utf-8"))]
         return files if all(size_of(self.content / f.name) == f.bytes for f in files) else None
 
-    def note_written(self, name: str, files: list[WrittenFile]) -> None:
+    def record_written(self, name: str, files: list[WrittenFile]) -> None:
         """All files of a parameter are on the disk."""
         with replaced_atomically(self.path / "written" / name) as file:
             file.write(json.dumps([asdict(each) for each in files]).encode())

@@ -33,7 +33,7 @@ class ReshardOptions(CheckOptions):
 
 
 def find_source(given: str) -> Selection:
-    """The checkpoint that a path means: itself, or the newest of a run, with what was passed over.
+    """The checkpoint that a path means: itself, or the newest of a run, with what was skipped.
 
     Raises:
         JobError: there is none, or it is not complete.

@@ -24,18 +24,18 @@ import xxhash
 
 DEFAULT = "xxh3_128"
 ALGORITHMS: dict[str, Callable[[], Any]] = {"sha256": hashlib.sha256, "xxh3_128": xxhash.xxh3_128}
-PIECE = 1 << 23  # bytes that are read at once
+BLOCK = 1 << 23  # bytes that are read at once
 
 
 def digest_steps(path: Path, algorithm: str = DEFAULT) -> Iterator[str | None]:
-    """Digest a file piece by piece: None after each 8 MiB, the digest at the end.
+    """Digest a file block by block: None after each 8 MiB, the digest at the end.
 
     Raises:
         OSError: it cannot be read.
         KeyError: an algorithm that is not in `ALGORITHMS`.
     """
     state = ALGORITHMS[algorithm]()
-    memory = memoryview(bytearray(PIECE))  # one for all pieces: fresh memory costs as much as the digest
+    memory = memoryview(bytearray(BLOCK))  # one for all blocks: fresh memory costs as much as the digest
     with path.open("rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         while count := file.readinto(memory):

@@ -52,11 +52,11 @@ class FileSystems:
 
     def is_holder(self, mesh: Mesh, rank: int) -> bool:
         """Whether this rank writes its weights for the others in its file system that have the same."""
-        place = mesh.coordinates(rank)
+        own = mesh.coordinates(rank)
         same = (
             other
             for other in self.members(self.leaders[rank])
-            if mesh.coordinates(other)._replace(data=place.data, sequence=place.sequence) == place
+            if mesh.coordinates(other)._replace(data=own.data, sequence=own.sequence) == own
         )
         return rank == next(same)
 
@@ -89,16 +89,16 @@ def find_file_systems(parallel: Parallel, folder: Path, local_rank: int) -> File
         raise OSError(failures[0])
     if -1 in leaders:
         blind = leaders.index(-1)
-        place = gather_objects(parallel, str(folder))[blind]
+        seen_as = gather_objects(parallel, str(folder))[blind]
         raise RuntimeError(
-            f"rank {blind} does not see in {place} what the first rank of its host wrote there"
+            f"rank {blind} does not see in {seen_as} what the first rank of its host wrote there"
         )
     return FileSystems(leaders, hosts)
 
 
 # In the names of the files that a rank keeps to itself.
 _OWN = ("optim_states", "offloaded_tensors")
-_PIECE = 1 << 25  # bytes that are sent at once
+_BLOCK = 1 << 25  # bytes that are sent at once
 
 
 def complete_hosts(parallel: Parallel, local_rank: int, checkpoint: Checkpoint) -> None:
@@ -126,36 +126,36 @@ def complete_hosts(parallel: Parallel, local_rank: int, checkpoint: Checkpoint) 
 
 def _send(parallel: Parallel, source: int, receives: bool, path: Path, entry: FileEntry) -> str | None:
     """Pass a file on; what went wrong on this rank, which takes part to the end nevertheless."""
-    pieces = _pieces(parallel, source, path, entry.bytes)
+    blocks = _blocks(parallel, source, path, entry.bytes)
     if not receives:
-        for _ in pieces:
+        for _ in blocks:
             pass
         return None
     partial = path.with_name(f"{path.name}.received")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("wb") as file:
-            for piece in pieces:
-                file.write(piece.numpy())
+            for block in blocks:
+                file.write(block.numpy())
         if digest_of(partial, entry.digest.partition(":")[0]) != entry.digest:
             raise OSError(f"{path.name} arrived with another digest")
         partial.replace(path)
     except OSError as error:
-        for _ in pieces:  # the others wait for this rank at each of them
+        for _ in blocks:  # the others wait for this rank at each of them
             pass
         partial.unlink(missing_ok=True)
         return f"rank {parallel.rank}: {type(error).__name__}: {error}"
     return None
 
 
-def _pieces(parallel: Parallel, source: int, path: Path, length: int) -> Iterator[Tensor]:
-    """The content of a file that rank `source` has, piece by piece, uint8, on every rank. Collective."""
+def _blocks(parallel: Parallel, source: int, path: Path, length: int) -> Iterator[Tensor]:
+    """The content of a file that rank `source` has, block by block, uint8, on every rank. Collective."""
     file = path.open("rb") if parallel.rank == source else None
-    for start in range(0, length, _PIECE):
-        piece = torch.empty(min(_PIECE, length - start), dtype=torch.uint8)
+    for start in range(0, length, _BLOCK):
+        block = torch.empty(min(_BLOCK, length - start), dtype=torch.uint8)
         if file is not None:
-            file.readinto(memoryview(piece.numpy()))
-        dist.broadcast(piece, source, group=parallel.control_group)
-        yield piece
+            file.readinto(memoryview(block.numpy()))
+        dist.broadcast(block, source, group=parallel.control_group)
+        yield block
     if file is not None:
         file.close()

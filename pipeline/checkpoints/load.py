@@ -63,7 +63,7 @@ def load_checkpoint(engine: TrainEngine, checkpoint: Checkpoint) -> TrainState:
     if hasattr(engine.deepspeed.optimizer, "clip_grad"):
         # DeepSpeed's optimizers bring theirs from the checkpoint; the JSON may have changed since.
         engine.deepspeed.optimizer.clip_grad = engine.job.gradient_clipping
-    go_on_from(engine, checkpoint)
+    resume_from(engine, checkpoint)
     return state
 
 
@@ -76,7 +76,7 @@ def _require_every_part(engine: TrainEngine, checkpoint: Checkpoint) -> None:
         raise JobError([Problem("resume", str(checkpoint.path), rule, remedy)])
 
 
-def go_on_from(engine: TrainEngine, checkpoint: Checkpoint) -> None:
+def resume_from(engine: TrainEngine, checkpoint: Checkpoint) -> None:
     """Make `checkpoint` the one that the run goes on from: where it went back to an earlier one, the later
     ones no longer belong to it. The same on every host, whether or not they share the folder. Collective."""
     folder, parallel = Path(engine.job.output_dir) / CHECKPOINTS, engine.parallel

@@ -12,7 +12,7 @@ Format 2:
     config_digest   of the dict that DeepSpeed received
     files           for each: bytes, digest, and the number of the host that wrote it
     hosts, shared   how many hosts wrote, and whether into one file system
-    digest          of all of the above, so that a manifest that was edited or cut proves nothing
+    digest          of all of the above, so that a manifest that was edited or cut is not taken
 
 Names and shapes of the parameters are in `shards.json`, which `files` lists.
 """

@@ -2,7 +2,7 @@
 
 It is the newest that its manifest shows to be complete, the one with the highest step. Neither file times nor
 what `latest` says decide: clocks jump, and a crash may come between the last rename of a save and the
-replacement of `latest`. Passed over, each with its reason, are checkpoints that are not complete, those that
+replacement of `latest`. Skipped, each with its reason, are checkpoints that are not complete, those that
 the run left behind when it went back (`lineage`), and those of another run. Where some exist and none can be
 used, that is an error: a run never starts anew beside them.
 """
@@ -29,7 +29,7 @@ from pipeline.job.job import Job
 from pipeline.job.run_file import CHECKPOINTS
 from pipeline.job.run_settings import setting_changes
 
-# Places in the order of candidates: a checkpoint of this folder has its step; these come behind it.
+# Positions in the order of candidates: a checkpoint of this folder has its step; these come behind it.
 ORIGIN, NOTHING = -1, -2
 
 
@@ -39,14 +39,14 @@ class Selection:
 
     Attributes:
         checkpoint: None: it starts at step 0.
-        notes: Newer checkpoints that were passed over and why, in sentences.
+        notes: Newer checkpoints that were skipped and why, in sentences.
     """
 
     checkpoint: Checkpoint | None = None
     notes: tuple[str, ...] = ()
 
     def told(self, say: Callable[[str], object]) -> Checkpoint:
-        """The checkpoint, where there must be one, after what was passed over for it."""
+        """The checkpoint, where there must be one, after what was skipped for it."""
         assert self.checkpoint is not None
         for note in self.notes:
             say(note)
@@ -59,12 +59,12 @@ class Candidates:
 
     Attributes:
         wanted: The run's identity; None: any run's.
-        passed: Why those that were looked at so far are not among them, by path.
+        skipped: Why those that were looked at so far are not among them, by path.
     """
 
     folder: Path
     wanted: Mapping[str, Any] | None = None
-    passed: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._lineage = read_lineage(self.folder)
@@ -76,20 +76,20 @@ class Candidates:
         return bool(self._steps) or self._lineage.origin is not None or (self.folder / LATEST).exists()
 
     def newest(self, below: int | None = None) -> tuple[int, Checkpoint | None]:
-        """The first usable one below a place, and its own place: its step, or `ORIGIN` for the checkpoint of
+        """The first usable one below a position, and its own: its step, or `ORIGIN` for the checkpoint of
         another folder that the run came from, or `NOTHING` with None."""
-        for place, path in self._places():
-            if below is not None and place >= below:
+        for position, path in self._positions():
+            if below is not None and position >= below:
                 continue
-            found = self._usable(path, place)
+            found = self._usable(path, position)
             if isinstance(found, Checkpoint):
-                return place, found
-            self.passed[str(path)] = found
+                return position, found
+            self.skipped[str(path)] = found
         return NOTHING, None
 
     def refusal(self) -> JobError:
         """That none of them can be used."""
-        problems = [Problem("resume", path, rule, CHOOSE_ANOTHER) for path, rule in self.passed.items()]
+        problems = [Problem("resume", path, rule, CHOOSE_ANOTHER) for path, rule in self.skipped.items()]
         if not problems:
             here = (self.folder / LATEST).exists()
             rule = "names a checkpoint, and none is here" if here else "has none, and other hosts have some"
@@ -98,30 +98,30 @@ class Candidates:
         return JobError(problems)
 
     def notes(self, chosen: Checkpoint) -> tuple[str, ...]:
-        """What was passed over on the way to `chosen`, in sentences."""
-        said = [f"passed over {path}: it {rule}" for path, rule in self.passed.items()]
+        """What was skipped on the way to `chosen`, in sentences."""
+        said = [f"skipped {path}: it {rule}" for path, rule in self.skipped.items()]
         named = named_by_latest(self.folder)
         if named != chosen.tag and not self._lineage.origin:
             said.append(f"{self.folder / LATEST} {_what_latest_is(self.folder, named)}")
         return tuple(said)
 
-    def _places(self) -> Iterator[tuple[int, Path]]:
+    def _positions(self) -> Iterator[tuple[int, Path]]:
         for step in sorted(self._steps, reverse=True):
             for path in self._steps[step]:
                 yield step, path
         if self._lineage.origin is not None:
             yield ORIGIN, Path(self._lineage.origin)
 
-    def _usable(self, path: Path, place: int) -> Checkpoint | str:
-        """The checkpoint, or why it is passed over."""
+    def _usable(self, path: Path, position: int) -> Checkpoint | str:
+        """The checkpoint, or why it is skipped."""
         try:
             checkpoint = read_checkpoint(path)
         except JobError as error:
             return error.problems[0].rule
         step = checkpoint.state.step
-        if place not in (ORIGIN, step):
+        if position not in (ORIGIN, step):
             return f"is no complete checkpoint: its manifest is that of step {step}"
-        if place != ORIGIN and not self._lineage.owns(checkpoint.branches, step):
+        if position != ORIGIN and not self._lineage.owns(checkpoint.branches, step):
             return "was left behind when the run went back to an earlier checkpoint"
         if self.wanted is not None and (differing := differences(checkpoint.identity, self.wanted)):
             return f"belongs to another run: {differing}"
@@ -215,7 +215,7 @@ class Resumption:
     """What a job would go on from.
 
     Attributes:
-        lines: For the console: the checkpoint, what was passed over, what changes; none for a new start.
+        lines: For the console: the checkpoint, what was skipped, what changes; none for a new start.
         problems: Why it cannot.
     """
 

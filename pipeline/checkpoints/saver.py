@@ -65,7 +65,7 @@ class Saver:
 
     Args:
         in_background: Files are written by a thread, over a copy of this moment's values in host memory.
-        companions: Writes into a checkpoint's folder what lies beside the shards, such as the tokenizer.
+        extra_files: Writes into a checkpoint's folder what lies beside the shards, such as the tokenizer.
         say: Tells that an old checkpoint could not be removed.
 
     Attributes:
@@ -78,14 +78,14 @@ class Saver:
         job: Job,
         *,
         in_background: bool = False,
-        companions: Callable[[Path], object] = lambda folder: None,
+        extra_files: Callable[[Path], object] = lambda folder: None,
         say: Callable[[str], object] = print,
     ) -> None:
         self.engine, self.job, self.parallel = engine, job, engine.parallel
         self.folder = Path(job.output_dir) / CHECKPOINTS
         self.systems: FileSystems = find_file_systems(self.parallel, self.folder, engine.deepspeed.local_rank)
         self.seconds = 0.0
-        self._companions, self._say = companions, say
+        self._extra_files, self._say = extra_files, say
         self._memory = SnapshotMemory() if in_background else None
         self._outstanding: _Outstanding | None = None
 
@@ -157,7 +157,7 @@ class Saver:
         index = shard_index(self.engine)  # a collective of its own, so outside of what may fail
         try:
             if self.is_leader:
-                self._add_companions(planned, partial, index)
+                self._add_extra_files(planned, partial, index)
             if self._memory is not None and failure is None:
                 planned.detach(self._memory)
         except (OSError, RuntimeError, ValueError, MemoryError) as error:
@@ -170,11 +170,11 @@ class Saver:
             return None
         return self.systems.is_holder(self.parallel.mesh, self.parallel.rank)
 
-    def _add_companions(self, planned: PlannedFiles, partial: Path, index: Any) -> None:
+    def _add_extra_files(self, planned: PlannedFiles, partial: Path, index: Any) -> None:
         """What leaders add to their shards, in a folder that nothing of a failed save is left in."""
         remove_leftovers(self.folder, self._say)
         partial.mkdir()  # without its parents: those of a mount that has vanished are not made anew
-        self._companions(partial)
+        self._extra_files(partial)
         planned.present = [
             file.relative_to(partial).as_posix() for file in partial.rglob("*") if file.is_file()
         ]

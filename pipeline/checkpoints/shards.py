@@ -32,7 +32,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-from pipeline.checkpoints.stored import Place, StoredState
+from pipeline.checkpoints.stored import Location, StoredState
 from pipeline.engine.agreement import gather_objects, gather_rows
 from pipeline.engine.engine import TrainEngine
 from pipeline.parallel.parameters import cut_of
@@ -49,7 +49,7 @@ class Fragment(NamedTuple):
 
 @dataclass(frozen=True)
 class Shard:
-    """A flat piece of the optimizer's part.
+    """A flat part of the optimizer's part.
 
     Attributes:
         master: fp32 weights, the tensor that torch's optimizer updates and has its state under. Of one
@@ -60,8 +60,8 @@ class Shard:
 
     master: Tensor
     fragments: tuple[Fragment, ...]
-    weights_at: Place
-    state_at: Place
+    weights_at: Location
+    state_at: Location
 
 
 def torch_optimizer(engine: TrainEngine) -> torch.optim.Optimizer:
@@ -124,16 +124,16 @@ def _unsharded(engine: TrainEngine) -> Iterator[Shard]:
     """fp32 without ZeRO: torch's optimizer works on the parameters, and stages save theirs layer by layer."""
     file, module = _model_file(engine), engine.module
     if isinstance(module, PipelineModule):
-        places = dict(_layer_places(module))
+        locations = dict(_layer_locations(module))
     else:
-        places = {p: Place(file, ("module", name)) for name, p in module.named_parameters()}
+        locations = {p: Location(file, ("module", name)) for name, p in module.named_parameters()}
     for index, parameter in enumerate(_parameters(torch_optimizer(engine))):
         fragment = Fragment(parameter, 0, parameter.numel(), 0)
-        state = Place(file, ("optimizer", "state", index))
-        yield Shard(parameter, (fragment,), places[parameter], state)
+        state = Location(file, ("optimizer", "state", index))
+        yield Shard(parameter, (fragment,), locations[parameter], state)
 
 
-def _layer_places(module: PipelineModule) -> Iterator[tuple[nn.Parameter, Place]]:
+def _layer_locations(module: PipelineModule) -> Iterator[tuple[nn.Parameter, Location]]:
     dual = isinstance(module, DualPipeVModule)
     phases = zip(module.phase_bounds, module.phase_funcs, strict=True) if dual else ()
     chunks = [(bounds[0], layers) for bounds, layers in phases]
@@ -142,7 +142,7 @@ def _layer_places(module: PipelineModule) -> Iterator[tuple[nn.Parameter, Place]
             # The module counts from the chunk that it last worked on.
             file = Path(module.ckpt_layer_path("", index - module._local_start)).name
             for name, parameter in layer.named_parameters():
-                yield parameter, Place(file, (name,))
+                yield parameter, Location(file, (name,))
 
 
 def _unsharded_16_bit(engine: TrainEngine) -> Iterator[Shard]:
@@ -153,9 +153,9 @@ def _unsharded_16_bit(engine: TrainEngine) -> Iterator[Shard]:
         zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
     ):
         for index, (weight, master) in enumerate(zip(weights, masters, strict=True)):
-            place = Place(file, ("optimizer", "fp32_groups", group, index))
-            state = Place(file, ("optimizer", OPTIMIZER_STATE_DICT, "state", count))
-            yield Shard(master, (Fragment(weight, 0, weight.numel(), 0),), place, state)
+            weights_at = Location(file, ("optimizer", "fp32_groups", group, index))
+            state = Location(file, ("optimizer", OPTIMIZER_STATE_DICT, "state", count))
+            yield Shard(master, (Fragment(weight, 0, weight.numel(), 0),), weights_at, state)
             count += 1
 
 
@@ -186,8 +186,8 @@ def _flat_shard(
     group = engine.deepspeed.optimizer.real_dp_process_group[index]
     first = torch.distributed.get_rank(group) * master.numel()
     fragments = tuple(_inside(ordered, first, first + master.numel()))
-    weights = Place(file, (OPTIMIZER_STATE_DICT, SINGLE_PARTITION_OF_FP32_GROUPS, index))
-    state = Place(file, (OPTIMIZER_STATE_DICT, BASE_OPTIMIZER_STATE, "state", index))
+    weights = Location(file, (OPTIMIZER_STATE_DICT, SINGLE_PARTITION_OF_FP32_GROUPS, index))
+    state = Location(file, (OPTIMIZER_STATE_DICT, BASE_OPTIMIZER_STATE, "state", index))
     return Shard(master, fragments, weights, state)
 
 
@@ -215,8 +215,8 @@ def _zero_3(engine: TrainEngine) -> Iterator[Shard]:
             if (numel := min(length, parameter.ds_numel - start)) > 0:
                 fragments.append(Fragment(parameter, start, numel, offset))
             offset += length
-        weights = Place(file, (OPTIMIZER_STATE_DICT, FP32_FLAT_GROUPS, index))
-        state = Place(file, (OPTIMIZER_STATE_DICT, OPTIMIZER_STATE_DICT, "state", order.index(index)))
+        weights = Location(file, (OPTIMIZER_STATE_DICT, FP32_FLAT_GROUPS, index))
+        state = Location(file, (OPTIMIZER_STATE_DICT, OPTIMIZER_STATE_DICT, "state", order.index(index)))
         yield Shard(master, tuple(fragments), weights, state)
 
 

@@ -11,6 +11,7 @@ import mmap
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from pipeline.parallel.parameters import Cut
 MASTER = "master"  # among the names of the optimizer's tensors (exp_avg, ...): the weights themselves
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """A value in a checkpoint: ``torch.load(file)[keys[0]][keys[1]]...``."""
 
     file: str
@@ -43,17 +44,20 @@ class Slice(NamedTuple):
     numel: int
 
 
-class Piece(NamedTuple):
+class StoredFragment(NamedTuple):
     """Elements from `start` on of a flattened part of a parameter, at `offset` in the tensors of a shard.
 
-    Its optimizer state is a dict at one place, or has a place for each of its values.
+    Its optimizer state is a dict at one location, or has one for each of its values.
     """
 
     start: int
     numel: int
     offset: int
-    weights_at: Place
-    state_at: Place | dict[str, Place]
+    weights_at: Location
+    state_at: Location | dict[str, Location]
+
+
+Part = list[StoredFragment]  # of a parameter, in order: the whole, or what a tensor rank holds
 
 
 class StoredState:
@@ -76,7 +80,7 @@ class StoredState:
         for rank in self.ranks:
             for name, (shape, dim) in rank["parameters"].items():
                 self.cuts[name] = Cut(tuple(shape), dim)
-        self._parts = {name: _checked(name, cut, parts) for name, (cut, parts) in self._pieces().items()}
+        self._parts = {name: _checked(name, cut, parts) for name, (cut, parts) in self._fragments().items()}
         self._opened: dict[str, Any] = {}
 
     def state_names(self, name: str) -> list[str]:
@@ -93,9 +97,9 @@ class StoredState:
         checkpoint of another format."""
         if "loss_scaler_at" in self._index:
             at = self._index["loss_scaler_at"]
-            return None if at is None else self._value(_place(at))
+            return None if at is None else self._value(_location(at))
         file, _ = next(shard for rank in self.ranks for shard in rank["shards"])["weights_at"]
-        return self._value(Place(file, (OPTIMIZER_STATE_DICT, LOSS_SCALER)))
+        return self._value(Location(file, (OPTIMIZER_STATE_DICT, LOSS_SCALER)))
 
     def read(self, name: str, key: str, wanted: Slice) -> Tensor:
         """Values of a parameter, [numel] fp32: its weights for the key `MASTER`, else optimizer state.
@@ -106,7 +110,7 @@ class StoredState:
         return standing_alone(self.view(name, key, wanted))
 
     def view(self, name: str, key: str, wanted: Slice) -> Tensor:
-        """As `read`, but values that lie in one piece are not copied: they are a part of the mapped file."""
+        """As `read`, but values that lie in one fragment are not copied: they are part of the mapped file."""
         parts = self._parts[name]
         shape, stored_dim = self.cuts[name]
         dim = wanted.dim if stored_dim is None else stored_dim
@@ -122,48 +126,49 @@ class StoredState:
         part = whole.chunk(wanted.parts, dim)[wanted.index].flatten()
         return part[wanted.start : wanted.start + wanted.numel]
 
-    def _whole(self, parts: Sequence[Sequence[Piece]], key: str, shape: Sequence[int], dim: int) -> Tensor:
+    def _whole(self, parts: Sequence[Part], key: str, shape: Sequence[int], dim: int) -> Tensor:
         whole = _pages(torch.Size(shape).numel()).view(shape)
         for part, target in zip(parts, whole.chunk(len(parts), dim), strict=True):
             target.copy_(self._range(part, key, 0, target.numel()).view(target.shape))
         return whole
 
-    def _range(self, pieces: Sequence[Piece], key: str, start: int, numel: int) -> Tensor:
-        """Elements ``start .. start + numel - 1`` of what the pieces, in order, make up."""
-        index = bisect_right([piece.start for piece in pieces], start) - 1
-        first = pieces[index]
+    def _range(self, fragments: Part, key: str, start: int, numel: int) -> Tensor:
+        """Elements ``start .. start + numel - 1`` of what the fragments, in order, make up."""
+        index = bisect_right([fragment.start for fragment in fragments], start) - 1
+        first = fragments[index]
         if start + numel <= first.start + first.numel:
             return self._tensor(first, key).narrow(0, first.offset + start - first.start, numel).float()
         values = _pages(numel)
         done = 0
         while done < numel:
-            piece = pieces[index]
-            inside = start + done - piece.start
-            count = min(piece.numel - inside, numel - done)
-            values[done : done + count] = self._tensor(piece, key).narrow(0, piece.offset + inside, count)
+            fragment = fragments[index]
+            inside = start + done - fragment.start
+            count = min(fragment.numel - inside, numel - done)
+            flat = self._tensor(fragment, key)
+            values[done : done + count] = flat.narrow(0, fragment.offset + inside, count)
             done += count
             index += 1
         return values
 
-    def _tensor(self, piece: Piece, key: str) -> Tensor:
-        """The flat tensor that a piece lies in."""
+    def _tensor(self, fragment: StoredFragment, key: str) -> Tensor:
+        """The flat tensor that a fragment lies in."""
         if key == MASTER:
-            return self._value(piece.weights_at).detach().flatten()
-        place = piece.state_at
-        value = self._value(place[key]) if isinstance(place, dict) else self._value(place)[key]
+            return self._value(fragment.weights_at).detach().flatten()
+        at = fragment.state_at
+        value = self._value(at[key]) if isinstance(at, dict) else self._value(at)[key]
         return value.flatten()
 
     def _state(self, name: str) -> Mapping[str, Any]:
         """The state of the shard that a parameter begins in; empty where its optimizer has none."""
-        place = self._parts[name][0][0].state_at
-        if isinstance(place, dict):
-            return {key: self._value(at) for key, at in place.items()}
-        states = self._value(place._replace(keys=place.keys[:-1]))
-        return states.get(place.keys[-1], {})
+        at = self._parts[name][0][0].state_at
+        if isinstance(at, dict):
+            return {key: self._value(each) for key, each in at.items()}
+        states = self._value(at._replace(keys=at.keys[:-1]))
+        return states.get(at.keys[-1], {})
 
-    def _value(self, place: Place) -> Any:
-        value = self._content(place.file)
-        for key in place.keys:
+    def _value(self, at: Location) -> Any:
+        value = self._content(at.file)
+        for key in at.keys:
             value = value[key]
         return value
 
@@ -177,22 +182,22 @@ class StoredState:
             self._opened[file] = load_torch_file(self.path / file, mmap=True, allowed=self._allowed)
         return self._opened[file]
 
-    def _pieces(self) -> dict[str, tuple[Cut, list[list[Piece]]]]:
-        """Of each parameter its cut and, for each part, the pieces in order.
+    def _fragments(self) -> dict[str, tuple[Cut, list[Part]]]:
+        """Of each parameter its cut and, for each part, the fragments in order.
 
         A tied weight is taken from the first stage that holds it, one that is not cut from the first tensor
         rank: the others hold copies.
         """
-        found: dict[str, dict[tuple[int, int], list[Piece]]] = defaultdict(lambda: defaultdict(list))
+        found: dict[str, dict[tuple[int, int], list[StoredFragment]]] = defaultdict(lambda: defaultdict(list))
         for rank in self.ranks:
-            for name, piece in _fragments(rank):
-                found[name][rank["stage"], rank["tensor"]].append(piece)
-        pieces = {}
+            for name, fragment in _stored_fragments(rank):
+                found[name][rank["stage"], rank["tensor"]].append(fragment)
+        fragments = {}
         for name, cut in self.cuts.items():
             holders = sorted(found[name])
             used = [at for at in holders if at[0] == holders[0][0]][: None if cut.dim is not None else 1]
-            pieces[name] = (cut, [sorted(found[name][at], key=lambda piece: piece.start) for at in used])
-        return pieces
+            fragments[name] = (cut, [sorted(found[name][at], key=attrgetter("start")) for at in used])
+        return fragments
 
 
 def standing_alone(values: Tensor) -> Tensor:
@@ -214,39 +219,39 @@ def _pages(numel: int) -> Tensor:
     return torch.frombuffer(pages, dtype=torch.float32)
 
 
-def _fragments(rank: Mapping[str, Any]) -> Iterator[tuple[str, Piece]]:
+def _stored_fragments(rank: Mapping[str, Any]) -> Iterator[tuple[str, StoredFragment]]:
     for shard in rank["shards"]:
-        weights, state = _place(shard["weights_at"]), shard["state_at"]
-        state = {k: _place(at) for k, at in state.items()} if isinstance(state, dict) else _place(state)
+        weights, state = _location(shard["weights_at"]), shard["state_at"]
+        state = {k: _location(at) for k, at in state.items()} if isinstance(state, dict) else _location(state)
         for name, start, numel, offset in shard["fragments"]:
-            yield name, Piece(start, numel, offset, weights, state)
+            yield name, StoredFragment(start, numel, offset, weights, state)
 
 
-def _place(entry: Sequence[Any]) -> Place:
+def _location(entry: Sequence[Any]) -> Location:
     file, keys = entry
-    return Place(file, tuple(keys))
+    return Location(file, tuple(keys))
 
 
-def _checked(name: str, cut: Cut, parts: list[list[Piece]]) -> list[list[Piece]]:
+def _checked(name: str, cut: Cut, parts: list[Part]) -> list[Part]:
     """The parts, of which each must be there from its first element to its last."""
     total = torch.Size(cut.full_shape).numel()
     covered = 0
     for part in parts:
         end = 0
-        for piece in part:
-            if piece.start != end:
-                raise RuntimeError(f"{SHARDS} does not cover {name} once: {piece.start} follows {end}")
-            end += piece.numel
+        for fragment in part:
+            if fragment.start != end:
+                raise RuntimeError(f"{SHARDS} does not cover {name} once: {fragment.start} follows {end}")
+            end += fragment.numel
         covered += end
     if covered != total:
         raise RuntimeError(f"{SHARDS} covers {covered} of the {total} elements of {name}")
     return parts
 
 
-def _joined(parts: Sequence[Sequence[Piece]], length: int) -> list[Piece]:
-    """The pieces of all parts, each `length` long, counted from the beginning of the first."""
+def _joined(parts: Sequence[Part], length: int) -> Part:
+    """The fragments of all parts, each `length` long, counted from the beginning of the first."""
     return [
-        piece._replace(start=piece.start + index * length)
+        fragment._replace(start=fragment.start + index * length)
         for index, part in enumerate(parts)
-        for piece in part
+        for fragment in part
     ]

@@ -146,10 +146,10 @@ class SnapshotMemory:
         for stream in streams:
             stream.synchronize()
 
-    def _buffer(self, place: tuple[str, str], storage: Storage) -> Storage:
-        buffer = self._buffers.get(place)
+    def _buffer(self, key: tuple[str, str], storage: Storage) -> Storage:
+        buffer = self._buffers.get(key)
         if buffer is None or buffer.nbytes() != storage.nbytes():
             pinned = storage.device.type == "cuda"
             fresh = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=pinned)
-            buffer = self._buffers[place] = fresh.untyped_storage()
+            buffer = self._buffers[key] = fresh.untyped_storage()
         return buffer

@@ -36,7 +36,7 @@ from deepspeed.git_version_info import version as deepspeed_version
 
 from pipeline.checkpoints.files import WrittenFile, write_bytes
 from pipeline.checkpoints.manifest import SHARDS, TrainState
-from pipeline.checkpoints.stored import MASTER, Place, Slice, StoredState, standing_alone
+from pipeline.checkpoints.stored import MASTER, Location, Slice, StoredState, standing_alone
 from pipeline.checkpoints.torch_file import PickledObject
 from pipeline.engine.optimizer import build_optimizer
 from pipeline.job.job import Job
@@ -54,7 +54,7 @@ FILE_OVERHEAD = 8192
 
 
 @dataclass(frozen=True)
-class Source:
+class WholeParameters:
     """What is written anew, and the one rule for each of its parameters.
 
     Attributes:
@@ -89,7 +89,7 @@ class Source:
         yield from self.stored.scalars(name).items()
 
 
-def write_parameter(source: Source, name: str, folder: Path) -> list[WrittenFile]:
+def write_parameter(source: WholeParameters, name: str, folder: Path) -> list[WrittenFile]:
     """Write all files of one parameter of `source` into the checkpoint at `folder`.
 
     Raises:
@@ -102,7 +102,7 @@ def write_parameter(source: Source, name: str, folder: Path) -> list[WrittenFile
 
 
 def write_common(
-    source: Source, job: Job, state: TrainState, origin: dict[str, Any], folder: Path
+    source: WholeParameters, job: Job, state: TrainState, origin: dict[str, Any], folder: Path
 ) -> list[WrittenFile]:
     """Write what is not of one parameter.
 
@@ -125,7 +125,7 @@ def origin_of(folder: Path) -> dict[str, Any] | None:
     return json.loads((folder / SHARDS).read_text(encoding="utf-8")).get("origin")  # type: ignore[no-any-return]
 
 
-def _counters(source: Source, job: Job, state: TrainState) -> dict[str, Any]:
+def _counters(source: WholeParameters, job: Job, state: TrainState) -> dict[str, Any]:
     return {
         "module": {},
         "dp_world_size": job.mesh.replicas,
@@ -138,7 +138,7 @@ def _counters(source: Source, job: Job, state: TrainState) -> dict[str, Any]:
     }
 
 
-def _optimizer_state(source: Source, job: Job, state: TrainState) -> dict[str, Any]:
+def _optimizer_state(source: WholeParameters, job: Job, state: TrainState) -> dict[str, Any]:
     """What DeepSpeed's own loading gives the groups of torch's optimizer; ours takes the JSON's."""
     optimizer = build_optimizer(replace(job.optimizer, fused=False), outline(job.model))
     rate = job.schedule(max(state.step, 1))
@@ -153,12 +153,12 @@ def _optimizer_state(source: Source, job: Job, state: TrainState) -> dict[str, A
     return content if source.loss_scaler is None else {**content, LOSS_SCALER: source.loss_scaler}
 
 
-def _index(source: Source, origin: dict[str, Any]) -> dict[str, Any]:
+def _index(source: WholeParameters, origin: dict[str, Any]) -> dict[str, Any]:
     """The content of `shards.json`: one rank that holds every parameter whole."""
     return {
         "origin": origin,
         "skipped_steps": source.stored.skipped_steps,
-        "loss_scaler_at": None if source.loss_scaler is None else Place(OPTIMIZER_FILE, (LOSS_SCALER,)),
+        "loss_scaler_at": None if source.loss_scaler is None else Location(OPTIMIZER_FILE, (LOSS_SCALER,)),
         "ranks": [
             {
                 "stage": 0,
@@ -170,12 +170,12 @@ def _index(source: Source, origin: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _shard(source: Source, name: str) -> dict[str, Any]:
+def _shard(source: WholeParameters, name: str) -> dict[str, Any]:
     folder, stored = f"{ZERO}/{name}", source.stored
-    tensors = {key: Place(f"{folder}/{key}.pt", (PARAM,)) for key in stored.state_names(name)}
-    scalars = {key: Place(f"{folder}/{key}.pt", ()) for key in stored.scalars(name)}
+    tensors = {key: Location(f"{folder}/{key}.pt", (PARAM,)) for key in stored.state_names(name)}
+    scalars = {key: Location(f"{folder}/{key}.pt", ()) for key in stored.scalars(name)}
     return {
-        "weights_at": Place(f"{folder}/{FP32}.pt", (PARAM,)),
+        "weights_at": Location(f"{folder}/{FP32}.pt", (PARAM,)),
         "state_at": {**tensors, **scalars},
         "fragments": [(name, 0, source.numel(name), 0)],
     }

@@ -11,8 +11,8 @@ import psutil
 from pipeline.base.problems import JobError, Problem
 from pipeline.checkpoints.manifest import TrainState
 from pipeline.checkpoints.output import checkpoint_bytes
-from pipeline.checkpoints.proof import Agreed, Prover, agree_on_checkpoint
 from pipeline.checkpoints.resume import Selection, select_checkpoint
+from pipeline.checkpoints.verification import Agreed, Verifier, agree_on_checkpoint
 from pipeline.cluster.agent.rank_link import RankLink
 from pipeline.cluster.rank_environment import RankEnvironment
 from pipeline.data.remote_cache import RemoteCache
@@ -153,7 +153,7 @@ def _agreed(
     console: Console,
     stopping: Stopping,
 ) -> Agreed:
-    """What all ranks go on from, proven by its digests."""
+    """What all ranks resume from, verified by its digests."""
     stopped = lambda: stopping.code() != 0  # noqa: E731
-    prover = Prover(parallel, environment.local_rank, job.allow_pickle, console.message, stopped)
-    return agree_on_checkpoint(job, found, prover)
+    verifier = Verifier(parallel, environment.local_rank, job.allow_pickle, console.message, stopped)
+    return agree_on_checkpoint(job, found, verifier)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pipeline.base.problems import JobError
-from pipeline.checkpoints.load import go_on_from, load_checkpoint
+from pipeline.checkpoints.load import load_checkpoint, resume_from
 from pipeline.cluster.agent.rank_link import RankLink
 from pipeline.cluster.outcome import Outcome
 from pipeline.cluster.rank_environment import RankEnvironment
@@ -91,17 +91,17 @@ def _load(engine: TrainEngine, prepared: Prepared) -> Outcome | None:
     if checkpoint is None:
         return None
     reason = first_reason(gather_rows(prepared.parallel, prepared.stopping.code())[:, 0])
-    proven = prepared.selection.proven
+    verified = prepared.selection.verified
     if reason is None:
-        assert proven, "a reason to stop that ended the proof stays one"
+        assert verified, "a reason to stop that ended the verification stays one"
         load_checkpoint(engine, checkpoint)
         return None
-    if proven:
-        go_on_from(engine, checkpoint)  # for the next start, which may not name it again
+    if verified:
+        resume_from(engine, checkpoint)  # for the next start, which may not name it again
     outcome = Outcome("stopped", checkpoint.state.step, message=reason_text(reason))
-    before = "was read" if proven else "was proven"
+    before = "was read" if verified else "was verified"
     what = f"stopped at step {outcome.step} before its checkpoint {before} ({outcome.message})"
-    prepared.console.message(f"{what}; {resume_hint(prepared.job, by_name=not proven)}")
+    prepared.console.message(f"{what}; {resume_hint(prepared.job, by_name=not verified)}")
     return outcome
 
 

@@ -124,7 +124,7 @@ def _saves(engine: TrainEngine, prepared: Prepared, sinks: Sinks) -> RunSaves:
     """What saves the run's checkpoints."""
     rules, console, data = prepared.job.saves, prepared.console, prepared.data
 
-    def companions(folder: Path) -> None:
+    def extra_files(folder: Path) -> None:
         for file in sinks.files:
             file.sync()  # the lines up to a checkpoint must outlive the host as it does
         data.tokenizer.save(folder / TOKENIZER_FOLDER)  # so that a checkpoint can go elsewhere alone
@@ -134,7 +134,7 @@ def _saves(engine: TrainEngine, prepared: Prepared, sinks: Sinks) -> RunSaves:
             engine,
             prepared.job,
             in_background=rules.in_background,
-            companions=companions,
+            extra_files=extra_files,
             say=console.message if prepared.parallel.rank == 0 else print,
         ),
         saved=prepared.state if prepared.selection.checkpoint else None,

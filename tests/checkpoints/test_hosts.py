@@ -67,7 +67,7 @@ def save_apart(job: Job, folder: Path) -> None:
     engine.deepspeed.local_rank = rank % 2
     train(engine, 1)
     here = replace(job, output_dir=str(folder / f"host{rank // 2}"))
-    Saver(engine, here, companions=lambda path: (path / "note").write_text("beside")).begin(
+    Saver(engine, here, extra_files=lambda path: (path / "note").write_text("beside")).begin(
         TrainState(step=1)
     )
 

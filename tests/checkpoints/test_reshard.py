@@ -143,7 +143,7 @@ def invent(job: Job, path: Path, scaler: Any = None) -> None:
     """A checkpoint of the job's model at `path` that nobody trained."""
     path.mkdir(parents=True)
     state = TrainState(step=2, consumed_samples=16, tokens=256)
-    source = universal.Source(Invented(), parameter_cuts(job.model), scaler)  # type: ignore[arg-type]
+    source = universal.WholeParameters(Invented(), parameter_cuts(job.model), scaler)  # type: ignore[arg-type]
     files = [file for name in source.cuts for file in universal.write_parameter(source, name, path)]
     files += universal.write_common(source, job, state, {}, path)
     write_manifest(job, state, path, {file.name: FileEntry(file.bytes, file.digest) for file in files})
@@ -258,7 +258,7 @@ def memory_of_conversion(job: Job, folder: Path, workers: int) -> float:
     if not first.exists():
         invent(job, first)
     checkpoint, peak, done = read_checkpoint(first), 0, threading.Event()
-    conversion.prove = lambda *_: None  # what it needs is the same for parameters of any size
+    conversion.verify_files = lambda *_: None  # what it needs is the same for parameters of any size
     begin = anonymous_bytes()
 
     def watch() -> None:
@@ -423,7 +423,7 @@ def test_newer_checkpoints_that_are_passed_over_are_said(
     assert reshard.main([str(tmp_path / "run"), str(tmp_path / "made"), "--world_size", "2"]) == 0
     assert taken == [BEFORE]
     said = capsys.readouterr().err
-    assert f"passed over {saved(tmp_path / 'run', 9)}: it is no complete checkpoint" in said
+    assert f"skipped {saved(tmp_path / 'run', 9)}: it is no complete checkpoint" in said
 
 
 @pytest.mark.parametrize(

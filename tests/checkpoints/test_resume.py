@@ -102,7 +102,7 @@ def test_a_broken_one_is_passed_over_and_named(damage, tmp_path: Path):
     damage(folder / "global_step3")
     step, said = chosen(tmp_path)
     assert step == 2
-    assert f"passed over {folder / 'global_step3'}: it " in said and DAMAGES[damage] in said
+    assert f"skipped {folder / 'global_step3'}: it " in said and DAMAGES[damage] in said
     lines = examine_resume(job_in(tmp_path)).lines
     assert any(str(folder / "global_step3") in line for line in lines)
     assert f"a start resumes from {folder / 'global_step2'}" in lines
@@ -264,7 +264,7 @@ def test_the_check_shows_what_the_start_would_say(tmp_path: Path, capsys: pytest
     arguments += ["--output_dir", str(tmp_path / "run"), "--world_size", "4", "--train_steps", "77"]
     assert check.main(arguments) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert f"passed over {folder}/global_step3: it is no complete checkpoint" in shown
+    assert f"skipped {folder}/global_step3: it is no complete checkpoint" in shown
     assert f"a start resumes from {folder}/global_step2; layout changed: data 2 -> 4" in shown
     assert "settings changed since it was saved: " in shown and "-> 77" in shown
 

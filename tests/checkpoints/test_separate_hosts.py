@@ -1,4 +1,4 @@
-"""Two hosts, each with a disk of its own: saved, proven and loaded without a common folder."""
+"""Two hosts, each with a disk of its own: saved, verified and loaded without a common folder."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pipeline.base.problems import JobError
 from pipeline.checkpoints import saver
 from pipeline.checkpoints.load import load_checkpoint
 from pipeline.checkpoints.manifest import TrainState, read_checkpoint
-from pipeline.checkpoints.proof import Prover, agree_on_checkpoint
 from pipeline.checkpoints.resume import select_checkpoint
+from pipeline.checkpoints.verification import Verifier, agree_on_checkpoint
 from pipeline.engine.build import build_engine
 from pipeline.engine.engine import TrainEngine
 from pipeline.job.job import Job
@@ -55,7 +55,7 @@ def save_and_go_on(jobs: list[Job]) -> bool:
     save_checkpoint(engine, mine, TrainState(step=1))
     wanted = train(engine, 2)
     parallel = engine.parallel
-    agreed = agree_on_checkpoint(mine, select_checkpoint(mine), Prover(parallel, 0))
+    agreed = agree_on_checkpoint(mine, select_checkpoint(mine), Verifier(parallel, 0))
     assert agreed.checkpoint is not None
     engine = on_own_host(build_engine(mine, parallel))
     load_checkpoint(engine, agreed.checkpoint)
@@ -92,7 +92,7 @@ def save_where_one_host_cannot(jobs: list[Job]) -> tuple[int, list[str]]:
     train(engine, 1)
     with pytest.raises(saver.SaveFailed):
         saving.begin(TrainState(step=2))
-    agreed = agree_on_checkpoint(jobs[rank], select_checkpoint(jobs[rank]), Prover(engine.parallel, 0))
+    agreed = agree_on_checkpoint(jobs[rank], select_checkpoint(jobs[rank]), Verifier(engine.parallel, 0))
     assert agreed.checkpoint is not None
     return agreed.checkpoint.state.step, sorted(path.name for path in saving.folder.iterdir())
 

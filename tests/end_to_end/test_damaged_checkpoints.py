@@ -1,4 +1,4 @@
-"""A checkpoint whose digests do not match is passed over by all ranks, one that would run things refused."""
+"""A checkpoint whose digests do not match is skipped by all ranks, one that would run things refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_flipped_bit_costs_one_interval_and_no_step_of_the_metrics(shop: Works
     result = run_job(arguments, 2).check()
     said = flat(result.stdout[0])
     for step in (6, 4):
-        assert f"passed over {folder}/global_step{step}: it is damaged: " in said
+        assert f"skipped {folder}/global_step{step}: it is damaged: " in said
     assert f"resumed from {folder}/global_step2" in said
     assert shop.steps("run") == whole
     assert shop.latest("run").name == "global_step6"

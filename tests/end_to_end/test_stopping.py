@@ -168,30 +168,30 @@ def test_resume_of_a_named_checkpoint_in_another_folder(shop: Workshop):
 @pytest.mark.slow
 def test_a_stop_before_a_named_checkpoint_is_read_does_not_lose_it(shop: Workshop):
     """The next start, which names none, must not begin at step 0, nor where the run was before. Before it is
-    proven, the run does not go back to it: the next start must name it again."""
+    verified, the run does not go back to it: the next start must name it again."""
     config = shop.config()
     run_job(shop.arguments("run", config, "--save_interval", "1", steps=3), 2).check()
     path = str(shop.folder / "run" / "checkpoints" / "global_step1")
-    proof, build = "pipeline.checkpoints.proof:_advance", "pipeline.training.run:build_engine"
-    for run, target, before in (("other", build, "read"), ("run", proof, "proven")):
+    verification, build = "pipeline.checkpoints.verification:_advance", "pipeline.training.run:build_engine"
+    for run, target, before in (("other", build, "read"), ("run", verification, "verified")):
         arguments = shop.arguments(run, config, steps=3)
         named = [*arguments, "--resume", path]
         stopped = run_faulty_job(named, 2, stopped_in, target)
         assert stopped.exit_codes == (3, 3), stopped.stderr[0]
         said = stopped.stdout[0]
         assert f"stopped at step 1 before its checkpoint was {before} (SIGTERM on rank" in said
-        folder, again = shop.folder / run, f" --resume {path}\n" if target == proof else "\n"
+        folder, again = shop.folder / run, f" --resume {path}\n" if target == verification else "\n"
         assert f"to resume: ./launch.sh --config {folder}/run.json --output_dir {folder}{again}" in said
         assert (folder / "checkpoints" / "lineage.json").exists() == (target == build)
-        arguments = named if target == proof else arguments
+        arguments = named if target == verification else arguments
         assert f"resumed from {path}" in run_job(arguments, 2).check().stdout[0]
 
 
 def stopped_in(args: list[str], rank: int, target: str) -> None:
-    """Rank 1 gets a signal while it calls `target`; a proof takes a round for each piece of a file."""
-    from pipeline.checkpoints import proof
+    """Rank 1 gets a signal while it calls `target`; a verification takes a round for each block of a file."""
+    from pipeline.checkpoints import verification
 
-    proof.ROUND_SECONDS = -1.0
+    verification.ROUND_SECONDS = -1.0
     signal_on_call(args, rank, target, 1, SIGTERM)
 
 

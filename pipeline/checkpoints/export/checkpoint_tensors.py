@@ -11,14 +11,16 @@ from torch import Tensor
 
 from pipeline.base.problems import JobError, Problem
 from pipeline.checkpoints.manifest import Checkpoint
-from pipeline.checkpoints.proof import Prover
 from pipeline.checkpoints.stored import MASTER, Slice, StoredState
+from pipeline.checkpoints.verification import Verifier
 from pipeline.hugging_face.tensor_map import Entry, tensor_map
 from pipeline.model.config import ModelConfig
 from pipeline.parallel.context import Parallel
 
 
-def proven_state(checkpoint: Checkpoint, allowed: Collection[str], say: Callable[[str], None]) -> StoredState:
+def verified_state(
+    checkpoint: Checkpoint, allowed: Collection[str], say: Callable[[str], None]
+) -> StoredState:
     """What a checkpoint holds, once the digest of each of its files has been seen to match.
 
     Args:
@@ -40,9 +42,9 @@ def proven_state(checkpoint: Checkpoint, allowed: Collection[str], say: Callable
         )
         remedy = f"Copy {missing[0]} and the others from the hosts that wrote them into this folder"
         raise JobError([Problem("checkpoint", path, rule, remedy)])
-    # All files are here, so that this one process may prove those of every host.
-    prover = Prover(Parallel.single(), 0, allowed, say)
-    if failure := prover.failure(replace(checkpoint, shared=True)):
+    # All files are here, so that this one process may verify those of every host.
+    verifier = Verifier(Parallel.single(), 0, allowed, say)
+    if failure := verifier.failure(replace(checkpoint, shared=True)):
         raise JobError([Problem("checkpoint", path, failure, "Name another checkpoint")])
     return StoredState(checkpoint.path, allowed)
 

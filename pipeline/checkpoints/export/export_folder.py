@@ -15,8 +15,8 @@ import torch
 from pipeline.base.files import sync_files
 from pipeline.base.problems import JobError, Problem
 from pipeline.base.user_input import exists, is_folder
-from pipeline.checkpoints.export.checkpoint_tensors import proven_state, tensors
-from pipeline.checkpoints.export.export_place import ExportPlace
+from pipeline.checkpoints.export.checkpoint_tensors import tensors, verified_state
+from pipeline.checkpoints.export.export_place import StagingFolder
 from pipeline.checkpoints.export.safetensors_writer import FORMATS, write_weights
 from pipeline.checkpoints.manifest import Checkpoint
 from pipeline.checkpoints.output import output_problems
@@ -119,12 +119,12 @@ def write_export(export: Export, report: Callable[[str], None]) -> list[Path]:
     """
     if problems := export_problems(export):
         raise JobError(problems)
-    place = ExportPlace(export.folder.resolve())
+    place = StagingFolder(export.folder.resolve())
     with place.held():
         # Once more: a folder may have come back that a crash had left without its name.
         if problems := export_problems(export):
             raise JobError(problems)
-        state = proven_state(export.checkpoint, export.allowed, report)
+        state = verified_state(export.checkpoint, export.allowed, report)
         place.content.mkdir()
         files = _fill(export, state, place.content, report)
         place.publish(report)

@@ -18,7 +18,7 @@ from pipeline.checkpoints.output import only_one
 
 
 @dataclass(frozen=True)
-class ExportPlace:
+class StagingFolder:
     """Where `folder`, a resolved path, is made."""
 
     folder: Path

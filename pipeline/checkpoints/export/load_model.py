@@ -82,13 +82,13 @@ def from_checkpoint(
             checkpoint is damaged, or the format does not reach as far as its values.
         RuntimeError: the checkpoint does not hold its model.
     """
-    from pipeline.checkpoints.export.checkpoint_tensors import proven_state, tensors
+    from pipeline.checkpoints.export.checkpoint_tensors import tensors, verified_state
 
     config = model_of_checkpoint(checkpoint)
     ours = tokenizer_of_checkpoint(checkpoint, tokenizer_name)
     if problems := vocabulary_problems(ours, config.vocab_size):
         raise JobError(problems)
-    state = proven_state(checkpoint, allowed, lambda line: print(line, file=sys.stderr))
+    state = verified_state(checkpoint, allowed, lambda line: print(line, file=sys.stderr))
     described = config_json(config, str(dtype).removeprefix("torch."), ours.end_of_document)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**described), dtype=dtype)
     model.generation_config = GenerationConfig(**generation_config_json(ours.end_of_document))

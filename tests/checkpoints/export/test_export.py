@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pipeline.base.problems import JobError
 from pipeline.checkpoints.export import safetensors_writer
 from pipeline.checkpoints.export.checkpoint_at import checkpoint_at
-from pipeline.checkpoints.export.checkpoint_tensors import proven_state
-from pipeline.checkpoints.export.export_place import ExportPlace
+from pipeline.checkpoints.export.checkpoint_tensors import verified_state
+from pipeline.checkpoints.export.export_place import StagingFolder
 from pipeline.checkpoints.export.safetensors_writer import write_weights
 from pipeline.checkpoints.manifest import TrainState
 from pipeline.export import bytes_of, main
@@ -210,7 +210,7 @@ def test_an_export_that_is_ended_leaves_nothing(
 
 
 def test_two_exports_do_not_make_one_folder(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
-    place = ExportPlace(tmp_path / "out")
+    place = StagingFolder(tmp_path / "out")
     with place.held():
         place.content.mkdir()
         (place.content / "config.json").write_text("of the first")
@@ -226,7 +226,7 @@ def test_a_crash_in_a_replacement_takes_nothing_away(
     out = tmp_path / "out"
     assert export(base / "gpt2 run", out) == 0
     before = digests(out)
-    out.rename(ExportPlace(out).replaced)  # where a kill between two renames leaves it
+    out.rename(StagingFolder(out).replaced)  # where a kill between two renames leaves it
     assert export(base / "llama run", out) == 2
     assert "is there already and not empty" in capsys.readouterr().err
     assert digests(out) == before
@@ -236,20 +236,20 @@ def test_a_crash_in_a_replacement_takes_nothing_away(
 def test_all_of_a_folder_is_on_the_disk_before_it_has_its_name(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    synced, sync, publish = set(), os.fsync, ExportPlace.publish
+    synced, sync, publish = set(), os.fsync, StagingFolder.publish
 
     def noted(descriptor: int) -> None:
         sync(descriptor)
         synced.add(os.fstat(descriptor).st_ino)
 
-    def checked(place: ExportPlace, report: Callable[[str], None]) -> None:
+    def checked(place: StagingFolder, report: Callable[[str], None]) -> None:
         files = [place.content, *place.content.iterdir()]
         assert len(files) > 7
         assert [path.name for path in files if path.stat().st_ino not in synced] == []
         publish(place, report)
 
     monkeypatch.setattr(os, "fsync", noted)
-    monkeypatch.setattr(ExportPlace, "publish", checked)
+    monkeypatch.setattr(StagingFolder, "publish", checked)
     assert export(base / "llama run", tmp_path / "out", "--max_shard_size", "50KB") == 0
 
 
@@ -286,10 +286,10 @@ def test_files_of_other_hosts_must_be_here(base: Path, tmp_path: Path):
     apart = replace(
         checkpoint, shared=False, files={n: replace(e, host=1) for n, e in checkpoint.files.items()}
     )
-    assert proven_state(apart, (), print).cuts  # copied together, all of it can be read
+    assert verified_state(apart, (), print).cuts  # copied together, all of it can be read
     missing = replace(apart, files={**apart.files, "more.pt": next(iter(apart.files.values()))})
     with pytest.raises(JobError, match=r"1 of its files are not here.*Copy more\.pt"):
-        proven_state(missing, (), print)
+        verified_state(missing, (), print)
 
 
 def test_all_problems_of_a_command_line(tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -354,7 +354,7 @@ class Sampler:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp2", "dp2 zero3"])
 def test_memory_is_bounded_by_a_layer(layout: str, tmp_path: Path):
-    # Layers of 28 MB, so that the pieces in which files are proven do not decide.
+    # Layers of 28 MB, so that the blocks in which files are verified do not decide.
     model = replace(PRESETS["gpt2-124m"].model, vocab_size=257, num_layers=8)
     (tmp_path / "model.json").write_text(json.dumps(model.to_json()))
     run_ranks(save_deep_model, find(layout).ranks, job(tmp_path, tmp_path / "model.json", layout))

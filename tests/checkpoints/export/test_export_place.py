@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.base.problems import JobError
-from pipeline.checkpoints.export.export_place import ExportPlace
+from pipeline.checkpoints.export.export_place import StagingFolder
 from tests.checkpoints.kills import kill_at_call
 
 FILES = ("config.json", "model.safetensors", "tokenizer.json")
@@ -27,7 +27,7 @@ def content(folder: Path) -> set[str]:
     return {path.read_text() for path in folder.iterdir()}
 
 
-def replaced_in_a_child(place: ExportPlace, kill_at: int) -> bool:
+def replaced_in_a_child(place: StagingFolder, kill_at: int) -> bool:
     """Whether a child process that replaced the folder was killed at its n-th change on the disk."""
     child = os.fork()
     if child == 0:
@@ -51,7 +51,7 @@ def test_a_crash_at_any_moment_leaves_the_old_folder_or_the_new_one(empty_meanwh
         folder = tmp_path / str(number) / "out"
         folder.parent.mkdir()
         fill(folder, "old")
-        place = ExportPlace(folder)
+        place = StagingFolder(folder)
         killed = replaced_in_a_child(place, number)
         if empty_meanwhile and not folder.exists():
             folder.mkdir()  # by somebody who misses it
@@ -66,7 +66,7 @@ def test_a_crash_at_any_moment_leaves_the_old_folder_or_the_new_one(empty_meanwh
 
 
 def test_one_process_at_a_time(tmp_path: Path):
-    place = ExportPlace(tmp_path / "out")
+    place = StagingFolder(tmp_path / "out")
     with place.held():
         fill(place.content, "first")
         with pytest.raises(JobError, match="another process is exporting into it"), place.held():
@@ -78,7 +78,7 @@ def test_one_process_at_a_time(tmp_path: Path):
 
 
 def test_a_timeout_of_the_disk_is_no_other_process(tmp_path: Path):
-    with pytest.raises(TimeoutError), ExportPlace(tmp_path / "out").held():
+    with pytest.raises(TimeoutError), StagingFolder(tmp_path / "out").held():
         raise TimeoutError(110, "Connection timed out")
     assert [path.name for path in tmp_path.iterdir()] == []
 
@@ -87,7 +87,7 @@ def test_an_old_folder_that_cannot_be_removed_is_said(tmp_path: Path, monkeypatc
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied")
 
-    place, said = ExportPlace(tmp_path / "out"), []
+    place, said = StagingFolder(tmp_path / "out"), []
     fill(tmp_path / "out", "old")
     with place.held():
         fill(place.content, "new")

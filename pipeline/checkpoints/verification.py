@@ -1,4 +1,4 @@
-"""The proof of a checkpoint by digests, spread over the ranks, before any of its files is unpickled.
+"""The verification of a checkpoint by digests, spread over the ranks, before any of its files is unpickled.
 
 Each file is read by one rank that sees it; where hosts do not share a file system, by a rank of the host that
 wrote it. Ranks read for a few seconds, then tell each other how far they are and what they have found: no
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.base.problems import JobError, Problem
-from pipeline.checkpoints.files import PIECE, digest_steps
+from pipeline.checkpoints.files import BLOCK, digest_steps
 from pipeline.checkpoints.manifest import Checkpoint, size_of
 from pipeline.checkpoints.resume import NOTHING, Candidates, Selection, candidates_of, continuation_problems
 from pipeline.checkpoints.unpickling import foreign_names, foreign_problem
@@ -31,14 +31,14 @@ class Agreed(Selection):
     """What all ranks go on from.
 
     Attributes:
-        proven: False: a stop came before its digests had been compared.
+        verified: False: a stop came before its digests had been compared.
     """
 
-    proven: bool = True
+    verified: bool = True
 
 
-class GivenUp(Exception):
-    """Some rank was asked to stop before a checkpoint was proven. Raised on every rank alike."""
+class VerificationStopped(Exception):
+    """Some rank was asked to stop before a checkpoint was verified. Raised on every rank alike."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(str(checkpoint.path))
@@ -63,14 +63,14 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Prover:
-    """Proves checkpoints on all ranks. Its methods are collective.
+class Verifier:
+    """Verifies checkpoints on all ranks. Its methods are collective.
 
     Attributes:
         local_rank: This rank's number on its host.
         allowed: Names that files may ask for beyond the pipeline's own.
         say: Prints a line for the user, on rank 0.
-        stopped: Whether this rank was asked to stop: then nothing will be loaded, and the proof is given up.
+        stopped: Whether this rank was asked to stop: then nothing will be loaded, and it gives up.
     """
 
     parallel: Parallel
@@ -84,7 +84,7 @@ class Prover:
 
         Raises:
             JobError: on every rank: its files are whole, but would call what is not allowed.
-            GivenUp: a stop came before that was seen.
+            VerificationStopped: a stop came before that was seen.
         """
         readers = self._readers(checkpoint)
         if missing := [name for name, ranks in readers.items() if not ranks]:
@@ -93,7 +93,7 @@ class Prover:
         return self._agree(checkpoint, _read(checkpoint, mine, self.allowed))
 
     def _readers(self, checkpoint: Checkpoint) -> dict[str, Sequence[int]]:
-        """For each file the ranks that may prove it."""
+        """For each file the ranks that may verify it."""
         world = range(self.parallel.mesh.world_size)
         if checkpoint.shared:
             return dict.fromkeys(checkpoint.files, world)
@@ -117,11 +117,11 @@ class Prover:
             if not failures and all(each.done for each in all_of_us):
                 break
             if any(stops):
-                raise GivenUp(checkpoint)
+                raise VerificationStopped(checkpoint)
             if failures:
                 return failures[0]
             read = sum(each.bytes for each in all_of_us)
-            self.say(f"proving {checkpoint.path}: {read / 1e9:.1f} of {total / 1e9:.1f} GB")
+            self.say(f"verifying {checkpoint.path}: {read / 1e9:.1f} of {total / 1e9:.1f} GB")
         _refuse_foreign([pair for each in all_of_us for pair in each.foreign])
         return None
 
@@ -140,7 +140,7 @@ def _shares(checkpoint: Checkpoint, readers: dict[str, Sequence[int]]) -> dict[i
 
 
 def _read(checkpoint: Checkpoint, names: Sequence[str], allowed: Collection[str]) -> Iterator[Reading]:
-    """Prove files one after the other; how far it is after each piece."""
+    """Verify files one after the other; how far it is after each block."""
     read = 0
     foreign: dict[str, str] = {}
     for name in names:
@@ -148,9 +148,9 @@ def _read(checkpoint: Checkpoint, names: Sequence[str], allowed: Collection[str]
         try:
             if entry.digest:
                 found = None
-                pieces = digest_steps(path, entry.digest.partition(":")[0])
-                for piece, found in enumerate(pieces):  # noqa: B007  (the last one counts)
-                    yield Reading(read + min(piece * PIECE, entry.bytes))
+                blocks = digest_steps(path, entry.digest.partition(":")[0])
+                for block, found in enumerate(blocks):  # noqa: B007  (the last one counts)
+                    yield Reading(read + min(block * BLOCK, entry.bytes))
                 if found != entry.digest:
                     yield Reading(failure=f"is damaged: {name} has another digest than when it was saved")
                     return
@@ -181,7 +181,7 @@ def _refuse_foreign(pairs: Sequence[tuple[str, str]]) -> None:
     raise JobError([foreign_problem(Path(path), sorted(names)) for path, names in sorted(by_file.items())])
 
 
-def agree_on_checkpoint(job: Job, found: Selection, prover: Prover) -> Agreed:
+def agree_on_checkpoint(job: Job, found: Selection, verifier: Verifier) -> Agreed:
     """What all ranks go on from: a checkpoint that is complete on every host and whose digests match, unless
     a stop comes before that is seen. Collective.
 
@@ -195,43 +195,43 @@ def agree_on_checkpoint(job: Job, found: Selection, prover: Prover) -> Agreed:
         return Agreed(found.checkpoint, found.notes)
     try:
         if job.resume == "auto":
-            agreed = _newest_proven(candidates_of(job), prover)
+            agreed = _newest_verified(candidates_of(job), verifier)
         else:
-            agreed = _named(found.checkpoint, prover)
-    except GivenUp as stopped:
-        agreed = Agreed(stopped.checkpoint, proven=False)
+            agreed = _named(found.checkpoint, verifier)
+    except VerificationStopped as stopped:
+        agreed = Agreed(stopped.checkpoint, verified=False)
     if agreed.checkpoint is not None and (problems := continuation_problems(agreed.checkpoint, job)):
         raise JobError(problems)
     return agreed
 
 
-def _named(checkpoint: Checkpoint | None, prover: Prover) -> Agreed:
+def _named(checkpoint: Checkpoint | None, verifier: Verifier) -> Agreed:
     assert checkpoint is not None, "a checkpoint that is named is found or refused"
-    if failure := prover.failure(checkpoint):
+    if failure := verifier.failure(checkpoint):
         remedy = "Name another checkpoint, or leave --resume out for the newest whole one"
         raise JobError([Problem("resume", str(checkpoint.path), failure, remedy)])
     return Agreed(checkpoint)
 
 
-def _newest_proven(candidates: Candidates, prover: Prover) -> Agreed:
+def _newest_verified(candidates: Candidates, verifier: Verifier) -> Agreed:
     """Go down from the newest until all ranks have the same one and its digests match."""
     below = None
     while True:
-        place, checkpoint = candidates.newest(below)
-        places = gather_objects(prover.parallel, place)
-        if any(each != place for each in places):
+        position, checkpoint = candidates.newest(below)
+        positions = gather_objects(verifier.parallel, position)
+        if any(each != position for each in positions):
             # Hosts without a common file system: what one of them lacks, none can use.
-            if checkpoint is not None and place != min(places):
-                lacking = places.index(min(places))
-                candidates.passed[str(checkpoint.path)] = f"is not complete on the host of rank {lacking}"
-            below = min(places) + 1
+            if checkpoint is not None and position != min(positions):
+                lacking = positions.index(min(positions))
+                candidates.skipped[str(checkpoint.path)] = f"is not complete on the host of rank {lacking}"
+            below = min(positions) + 1
         elif checkpoint is None:
             break
-        elif failure := prover.failure(checkpoint):
-            candidates.passed[str(checkpoint.path)] = failure
-            below = place
+        elif failure := verifier.failure(checkpoint):
+            candidates.skipped[str(checkpoint.path)] = failure
+            below = position
         else:
             return Agreed(checkpoint, candidates.notes(checkpoint))
-    if place == NOTHING and any(gather_objects(prover.parallel, candidates.exist)):
+    if position == NOTHING and any(gather_objects(verifier.parallel, candidates.exist)):
         raise candidates.refusal()
     return Agreed()

@@ -1,4 +1,4 @@
-"""Digests are proven by all ranks together, before anything is unpickled, and all ranks agree."""
+"""Digests are verified by all ranks together, before anything is unpickled, and all ranks agree."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from pipeline.base.problems import JobError
-from pipeline.checkpoints import proof
+from pipeline.checkpoints import verification
 from pipeline.checkpoints.files import digest_of
 from pipeline.checkpoints.manifest import TrainState, files_below, read_checkpoint, write_manifest
-from pipeline.checkpoints.proof import Prover, agree_on_checkpoint
 from pipeline.checkpoints.resume import Selection, select_checkpoint
+from pipeline.checkpoints.verification import Verifier, agree_on_checkpoint
 from pipeline.engine.distributed import start_distributed
 from pipeline.job.job import Job
 from pipeline.parallel.context import Parallel
@@ -39,7 +39,7 @@ def flip_a_bit(path: Path) -> None:
 
 def alone(job: Job) -> Selection:
     """What a job of one rank goes on from."""
-    return agree_on_checkpoint(job, select_checkpoint(job), Prover(Parallel.single(), 0))
+    return agree_on_checkpoint(job, select_checkpoint(job), Verifier(Parallel.single(), 0))
 
 
 @pytest.mark.parametrize("name", ["sub/shard.pt", "shards.json"])
@@ -80,15 +80,15 @@ def test_a_stop_before_the_proof_is_done_proves_nothing(
     shutil.rmtree(newest / "sub")
     write_manifest(job_in(tmp_path), TrainState(step=3), newest, files_below(newest))
     job = job_in(tmp_path, resume=str(newest) if named else "auto")
-    prover = Prover(Parallel.single(), 0, stopped=lambda: True)
+    verifier = Verifier(Parallel.single(), 0, stopped=lambda: True)
     found = select_checkpoint(job)
-    assert agree_on_checkpoint(job, found, prover).proven
+    assert agree_on_checkpoint(job, found, verifier).verified
     flip_a_bit(newest / "shards.json")
-    agreed = agree_on_checkpoint(job, found, prover)
-    assert (agreed.checkpoint.path, agreed.proven) == (newest, False)
+    agreed = agree_on_checkpoint(job, found, verifier)
+    assert (agreed.checkpoint.path, agreed.verified) == (newest, False)
     (newest / "shards.json").write_bytes(b"{}\n")
-    monkeypatch.setattr(proof, "ROUND_SECONDS", -1.0)  # a round for each piece
-    assert not agree_on_checkpoint(job, found, prover).proven
+    monkeypatch.setattr(verification, "ROUND_SECONDS", -1.0)  # a round for each block
+    assert not agree_on_checkpoint(job, found, verifier).verified
 
 
 def with_foreign_file(folder: Path, witness: Path) -> Path:
@@ -128,14 +128,14 @@ def test_all_ranks_agree(tmp_path: Path):
 def outcomes(jobs: list[Job]) -> list[Any]:
     start_distributed("cpu", 0, TIMEOUT)
     parallel = Parallel.create(jobs[0].mesh, TIMEOUT)
-    proof.ROUND_SECONDS = 0.0  # a round for each piece
+    verification.ROUND_SECONDS = 0.0  # a round for each block
     return [outcome(job, parallel) for job in jobs]
 
 
 def outcome(job: Job, parallel: Parallel, local_rank: int = 0) -> Any:
     """The step that a rank goes on from, or what it is refused for."""
     try:
-        agreed = agree_on_checkpoint(job, select_checkpoint(job), Prover(parallel, local_rank))
+        agreed = agree_on_checkpoint(job, select_checkpoint(job), Verifier(parallel, local_rank))
     except JobError as error:
         said = str(error)
         known = (
@@ -200,11 +200,11 @@ def outcomes_by_host(jobs: list[list[Job]]) -> list[Any]:
 
 
 def test_a_stop_ends_the_proof(tmp_path: Path):
-    """What is not loaded need not be proven: a host may have seconds left to live."""
+    """What is not loaded need not be verified: a host may have seconds left to live."""
     flip_a_bit(three(tmp_path) / "global_step3" / "shards.json")
     job = job_in(tmp_path)
-    prover = Prover(Parallel.single(), 0, stopped=lambda: True)
-    assert agree_on_checkpoint(job, select_checkpoint(job), prover).checkpoint.state.step == 3
+    verifier = Verifier(Parallel.single(), 0, stopped=lambda: True)
+    assert agree_on_checkpoint(job, select_checkpoint(job), verifier).checkpoint.state.step == 3
 
 
 def test_both_kinds_of_digests_are_read(tmp_path: Path):
