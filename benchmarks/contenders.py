@@ -35,8 +35,9 @@ from pipeline.parallel.context import Parallel
 from pipeline.parallel.dropout import DropoutClock
 from pipeline.parallel.parameters import ParameterFactory
 from pipeline.training.loop import Loop
-from pipeline.training.metrics import EvalMetrics, Speedometer, StepMetrics
+from pipeline.training.metrics import EvalMetrics, StepMetrics
 from pipeline.training.quiet import captured_stdout
+from pipeline.training.throughput import Speedometer
 
 TIMEOUT = timedelta(minutes=10)
 ENDLESS = 10**9  # steps; the clock ends a loop

@@ -43,7 +43,7 @@ from pipeline.job.report import console, print_problems, problems_text
 from pipeline.job.resolve import resolve
 from pipeline.job.stop_file import with_stamp
 from pipeline.job.world import Host
-from pipeline.training.process_end import end_process
+from pipeline.training.ending import end_process
 from pipeline.training.signals import StoppedEarly, StopRequest
 
 

@@ -1,8 +1,13 @@
-"""How a start of a run ends, and how its user goes on from there. No torch."""
+"""How a start of a run ends, how its user goes on from there, and how a rank's process ends. No torch."""
 
 from __future__ import annotations
 
+import atexit
+import os
 import shlex
+import sys
+import threading
+from typing import NoReturn
 
 from pipeline.job.job import Job
 
@@ -36,3 +41,19 @@ def _again(job: Job, *more: str) -> str:
     """The command that starts this run again, as a shell reads it."""
     folder = job.output_dir
     return shlex.join(["./launch.sh", "--config", f"{folder}/run.json", "--output_dir", folder, *more])
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process as Python does, except that the interpreter is not torn down.
+
+    A worker thread of gloo frees the tensors of the last collective when it gets to it. If it asks for the
+    interpreter's lock while the interpreter is torn down, Python ends the thread inside a C++ destructor, and
+    the process dies by SIGABRT ("terminate called without an active exception") with all its work done.
+
+    Call it in the main thread; all other threads that are not daemons are waited for.
+    """
+    threading._shutdown()  # wakes the workers of executors, too, that nobody has shut down
+    atexit._run_exitfuncs()  # what other libraries have asked for, such as monitors that send their last data
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

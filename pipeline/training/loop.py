@@ -15,9 +15,9 @@ from pipeline.engine.agreement import agree_on_step, first_reason, gather_rows
 from pipeline.engine.engine import StepResult, TrainEngine
 from pipeline.job.job import Job
 from pipeline.parallel.context import Parallel
-from pipeline.training.best_losses import best_of, with_evaluation
-from pipeline.training.metrics import EvalMetrics, MetricsSink, Speedometer
+from pipeline.training.metrics import EvalMetrics, MetricsSink, best_of, with_evaluation
 from pipeline.training.stopping import reason_text
+from pipeline.training.throughput import Speedometer
 
 # Steps after each start in which ranks compare their samples, not just count them.
 VERIFIED_STEPS = 5

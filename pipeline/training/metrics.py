@@ -1,27 +1,27 @@
-"""What a run reports about itself: the numbers of each step, and the file that keeps them.
+"""What a run measures: the numbers of each step and evaluation, and the lowest losses so far. No torch.
 
-`metrics.jsonl` holds one JSON object per line. Step objects carry every field of `StepMetrics`;
-evaluation objects carry `step` and `eval_loss`, which is how a reader tells them apart, and beside them the
-`name` of their set where sets have names.
+The lowest losses, of each set and of all together, lie in a checkpoint's state with the steps they were found
+at:
 
-JSON has no NaN and no infinity, yet a step that fp16 loss scaling skipped has an infinite gradient
-norm. Such a value is written as ``null`` and named under an extra key that other lines do not have:
-``{"grad_norm": null, ..., "nonfinite": {"grad_norm": "inf"}}``.
+    {"loss": 2.31, "step": 400,
+     "sets": {"books": {"loss": 2.10, "step": 400}, "code": {"loss": 2.4, "step": 380}}}
+
+All together means the mean over the tokens of all sets. A set without a name is called "".
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import IO, Any, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
-from pipeline.base.files import LineFile, remove_unfinished, replaced_atomically
-from pipeline.training.best_losses import Best
 
-METRICS_FILE = "metrics.jsonl"
+class Best(NamedTuple):
+    """The lowest loss so far, and the step after which it was found."""
+
+    loss: float
+    step: int
 
 
 @dataclass(frozen=True)
@@ -83,178 +83,41 @@ class MetricsSink(Protocol):
     def evaluation(self, metrics: EvalMetrics) -> None: ...
 
 
-@dataclass(frozen=True)
-class Speedometer:
-    """Turns a step's duration into rates.
-
-    Attributes:
-        tokens_per_step: Of the whole job, each counted once.
-        flops_per_token: Model operations, forward and backward, recomputation excluded.
-        num_devices: Ranks of the job.
-        peak_flops: Dense peak of one device at the job's precision, operations per second; None if
-            it is not known, and then there is no MFU.
-    """
-
-    tokens_per_step: int
-    flops_per_token: float
-    num_devices: int
-    peak_flops: float | None = None
-
-    def measure(
-        self,
-        *,
-        step: int,
-        loss: float,
-        grad_norm: float,
-        lr: float,
-        tokens: int,
-        step_time: float,
-        data_time: float,
-        skipped: bool,
-    ) -> StepMetrics:
-        """The metrics of a step that took `step_time` seconds; arguments as `StepMetrics` has them."""
-        rate = self.tokens_per_step / step_time
-        flops = rate * self.flops_per_token / self.num_devices
-        return StepMetrics(
-            step=step,
-            loss=loss,
-            grad_norm=grad_norm,
-            lr=lr,
-            tokens=tokens,
-            step_time=step_time,
-            tokens_per_second=rate,
-            tflops_per_device=flops / 1e12,
-            mfu=flops / self.peak_flops if self.peak_flops else None,
-            data_time=data_time,
-            skipped=skipped,
-        )
+def with_evaluation(
+    best: Mapping[str, Any], step: int, losses: Mapping[str | None, tuple[float, int]]
+) -> dict[str, Any]:
+    """The lowest losses after an evaluation of every set: its loss, and its number of unmasked tokens."""
+    if not losses:
+        return dict(best)
+    tokens = sum(count for _, count in losses.values())
+    together = sum(loss * count for loss, count in losses.values()) / max(1, tokens)
+    sets = dict(best.get("sets", {}))
+    for name, (loss, _) in losses.items():
+        sets[name or ""] = _lower(sets.get(name or ""), loss, step)
+    known = {name: entry for name, entry in sets.items() if entry is not None}
+    return {**(_lower(best or None, together, step) or {}), "sets": known}
 
 
-def to_json(metrics: StepMetrics | EvalMetrics) -> str:
-    """One line of strict JSON, without its line end; non-finite values as the module text says."""
-    fields = asdict(metrics)
-    if isinstance(metrics, EvalMetrics):
-        del fields["best"]  # it follows from the lines before
-        if metrics.name is None:
-            del fields["name"]
-    nonfinite = {k: str(v) for k, v in fields.items() if isinstance(v, float) and not math.isfinite(v)}
-    fields.update(dict.fromkeys(nonfinite))
-    if nonfinite:
-        fields["nonfinite"] = nonfinite
-    return json.dumps(fields, allow_nan=False)
+def _lower(best: Mapping[str, Any] | None, loss: float, step: int) -> dict[str, Any] | None:
+    """The lower of an entry and a new loss; the earlier of equal ones. No number is lower than none."""
+    known = best is not None and "loss" in best
+    if math.isfinite(loss) and (not known or loss < best["loss"]):
+        return {"loss": loss, "step": step}
+    return {"loss": best["loss"], "step": best["step"]} if known else None
 
 
-def _kind(name: str | None) -> str:
-    """What the evaluations of a set are counted under: each set has one per step."""
-    return "eval" if name is None else f"eval {name}"
+def best_of(best: Mapping[str, Any], name: str | None) -> Best | None:
+    """The lowest loss of a set; None before it had a finite one."""
+    entry = best.get("sets", {}).get(name or "")
+    return None if entry is None else Best(entry["loss"], entry["step"])
 
 
-class MetricsFile(LineFile):
-    """`metrics.jsonl`, appended to by rank 0 alone, one flushed line per call.
-
-    Opening it for a run that continues after `resume_step` steps (0 for a new run) removes the lines
-    of later steps, which will be taken again, and a last line that a crash left torn. The file is
-    replaced as a whole, so a crash while opening leaves the old one.
-
-    A file has each step once if the loop calls `sync` before it writes a checkpoint (so that the
-    lines up to the checkpoint outlive the host) and evaluates before it does.
-
-    Args:
-        evaluation_due: The evaluations of `resume_step` will be done again.
-
-    Attributes:
-        missing_steps: Steps up to `resume_step` that have no line, because the file was deleted or
-            the host crashed before `sync`: 0 unless something was lost.
-
-    Raises:
-        ValueError: a line other than the last is not a metrics object, or a step comes twice;
-            `unusable_metrics` says it beforehand.
-        OSError: the file cannot be read or written.
-    """
-
-    def __init__(self, path: str | Path, resume_step: int = 0, *, evaluation_due: bool = False) -> None:
-        path = Path(path)
-        remove_unfinished(path)
-        self._order = _Order(path)
-        kept_steps = self._repair(path, resume_step, evaluation_due) if path.exists() else 0
-        self.missing_steps = resume_step - kept_steps
-        super().__init__(path)
-
-    def step(self, metrics: StepMetrics) -> None:
-        self._add("step", metrics)
-
-    def evaluation(self, metrics: EvalMetrics) -> None:
-        self._add(_kind(metrics.name), metrics)
-
-    def _add(self, kind: str, metrics: StepMetrics | EvalMetrics) -> None:
-        self._order.advance(kind, metrics.step)
-        self.append(to_json(metrics).encode())
-
-    def _repair(self, path: Path, resume_step: int, evaluation_due: bool) -> int:
-        """Keep the objects of steps 1 .. resume_step; returns how many steps are kept."""
-        kept_steps = 0
-        with path.open("rb") as old, replaced_atomically(path) as new:
-            for line, kind in _kept(path, old, resume_step, evaluation_due, self._order):
-                kept_steps += kind == "step"
-                new.write(line.rstrip(b"\r\n") + b"\n")
-        return kept_steps
-
-
-class _Order:
-    """The last step of each kind of metrics in a file, which later ones must come after."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._last: dict[str, int] = {}
-
-    def advance(self, kind: str, step: int) -> None:
-        last = self._last.get(kind, 0)
-        if step <= last:
-            raise ValueError(f"{self._path}: {kind} metrics of step {step} after those of {last}")
-        self._last[kind] = step
-
-
-def unusable_metrics(path: Path, resume_step: int, *, evaluation_due: bool = False) -> str | None:
-    """Why `MetricsFile` could not go on with the file at `path`; None if it can, or there is none."""
-    return reading_failure(path, lambda lines: _kept(path, lines, resume_step, evaluation_due, _Order(path)))
-
-
-def reading_failure(path: Path, read: Callable[[IO[bytes]], Iterable[object]]) -> str | None:
-    """What keeps `read` from going through the file at `path`; None if nothing does, or there is no file."""
-    try:
-        with path.open("rb") as lines:
-            for _ in read(lines):
-                pass
-    except FileNotFoundError:
+def best_line(best: Mapping[str, Any]) -> str | None:
+    """The lowest losses in words; None where there are none."""
+    if "loss" not in best:
         return None
-    except (ValueError, OSError) as error:
-        return str(error)
-    return None
-
-
-def _kept(
-    path: Path, lines: IO[bytes], resume_step: int, evaluation_due: bool, order: _Order
-) -> Iterator[tuple[bytes, str]]:
-    """The lines, each with its kind, up to the step that a run goes on from; of that step no evaluation that
-    will be done again."""
-    last_evaluation = resume_step - 1 if evaluation_due else resume_step
-    for line, record in _records(path, lines):
-        evaluation = "eval_loss" in record
-        if record["step"] <= (last_evaluation if evaluation else resume_step):
-            kind = _kind(record.get("name")) if evaluation else "step"
-            order.advance(kind, record["step"])
-            yield line, kind
-
-
-def _records(path: Path, lines: IO[bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Each line with its object. Only the last line can be torn: it ends without a line end."""
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-            if not isinstance(record["step"], int):
-                raise TypeError("'step' is not an integer")
-        except (ValueError, KeyError, TypeError) as error:
-            if not line.endswith(b"\n"):
-                return
-            raise ValueError(f"{path}, line {number}: not a metrics object ({error})") from error
-        yield line, record
+    names = [name for name in best["sets"] if name]
+    each = "".join(
+        f", {name} {best['sets'][name]['loss']:.4f} after step {best['sets'][name]['step']}" for name in names
+    )
+    return f"best held-out loss {best['loss']:.4f} after step {best['step']}{each}"

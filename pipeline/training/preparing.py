@@ -23,9 +23,8 @@ from pipeline.job.job import Job
 from pipeline.job.stop_file import read_stamp, stamp_of, stop_path
 from pipeline.parallel.context import Parallel
 from pipeline.training.console import Console, make_console
-from pipeline.training.metrics import METRICS_FILE, unusable_metrics
 from pipeline.training.run_data import remote_cache, run_data
-from pipeline.training.sample_log import SAMPLES_FILE, unusable_samples
+from pipeline.training.run_files import METRICS_FILE, SAMPLES_FILE, unusable_metrics, unusable_samples
 from pipeline.training.signals import StopRequest
 from pipeline.training.stopping import StopFile, Stopping, TimeLimit
 

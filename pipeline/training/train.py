@@ -17,17 +17,16 @@ from pipeline.engine.engine import TrainEngine
 from pipeline.job.job import Job
 from pipeline.job.model_source import TOKENIZER_FOLDER
 from pipeline.model.flops import training_flops_per_token
-from pipeline.training.best_losses import best_line
 from pipeline.training.console import evaluation_line
-from pipeline.training.devices import peak_tflops
 from pipeline.training.ending import go_on_hint, resume_hint
 from pipeline.training.loop import Abandoned, EvalSet, Loop, TrainingDiverged, evaluate
-from pipeline.training.metrics import METRICS_FILE, EvalMetrics, MetricsFile, MetricsSink, Speedometer
+from pipeline.training.metrics import EvalMetrics, MetricsSink, best_line
 from pipeline.training.monitors import Monitors
 from pipeline.training.preparing import Prepared
+from pipeline.training.run_files import METRICS_FILE, SAMPLES_FILE, MetricsFile, SampleLog
 from pipeline.training.sample import sample_text
-from pipeline.training.sample_log import SAMPLES_FILE, SampleLog
 from pipeline.training.saves import RunSaves
+from pipeline.training.throughput import Speedometer, peak_tflops
 
 
 class Sinks(NamedTuple):

@@ -12,7 +12,7 @@ from pipeline.model.flops import (
     training_flops_per_token,
 )
 from pipeline.model.parameter_counts import total_parameters
-from pipeline.training.devices import DEVICES, mfu, peak_tflops
+from pipeline.training.throughput import DEVICES, mfu, peak_tflops
 
 GPT2 = PRESETS["gpt2-124m"].model
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from pipeline.training.best_losses import Best, best_line, best_of, with_evaluation
+from pipeline.training.metrics import Best, best_line, best_of, with_evaluation
 
 
 def test_the_first_is_the_lowest_and_a_lower_one_replaces_it():

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.training.best_losses import Best
 from pipeline.training.console import (
     LiveConsole,
     NullConsole,
@@ -22,7 +21,7 @@ from pipeline.training.console import (
     make_console,
     printable,
 )
-from pipeline.training.metrics import EvalMetrics, StepMetrics
+from pipeline.training.metrics import Best, EvalMetrics, StepMetrics
 from pipeline.training.quiet import captured_stdout
 
 ROOT = Path(__file__).parents[2]

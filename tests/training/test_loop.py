@@ -17,7 +17,8 @@ from pipeline.engine.engine import StepResult
 from pipeline.job.job import Job
 from pipeline.parallel.context import Parallel
 from pipeline.training.loop import MAX_SKIPPED_IN_A_ROW, EvalSet, Loop, TrainingDiverged
-from pipeline.training.metrics import EvalMetrics, Speedometer, StepMetrics
+from pipeline.training.metrics import EvalMetrics, StepMetrics
+from pipeline.training.throughput import Speedometer
 from tests.job.drafts import draft, world
 
 BATCH, SEQUENCE = 16, 64

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.training.metrics import EvalMetrics, MetricsFile, Speedometer, StepMetrics, to_json
+from pipeline.training.metrics import EvalMetrics, StepMetrics
+from pipeline.training.run_files import MetricsFile, to_json
+from pipeline.training.throughput import Speedometer
 
 SPEEDOMETER = Speedometer(tokens_per_step=4096, flops_per_token=6e9, num_devices=8, peak_flops=312e12)
 

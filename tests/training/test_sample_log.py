@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline.checkpoints.manifest import TrainState
-from pipeline.training.sample_log import SampleLog
+from pipeline.training.run_files import SampleLog
 from tests.training.test_metrics import metrics
 
 

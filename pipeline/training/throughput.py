@@ -1,14 +1,16 @@
-"""Peak rates of GPUs, for model FLOPs utilisation. No torch.
+"""Rates of a step: tokens and model operations per second, and their share of a device's peak. No torch.
 
-Dense rates without sparsity, at boost clock, from NVIDIA's data sheets and architecture white papers;
-16-bit products accumulate in fp32, fp32 is without TF32 (torch's default). A device that is not in the
-table has no known peak, and no utilisation is reported for it: a guess would look like a measurement.
+Peaks are dense rates without sparsity, at boost clock, from NVIDIA's data sheets and architecture white
+papers; 16-bit products accumulate in fp32, fp32 is without TF32 (torch's default). A device that is not in
+the table has no known peak, and no utilisation is reported for it: a guess would look like a measurement.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+
+from pipeline.training.metrics import StepMetrics
 
 
 @dataclass(frozen=True)
@@ -91,3 +93,50 @@ def peak_tflops(device_name: str | None, dtype: str) -> float | None:
 def mfu(tflops_per_device: float, peak: float | None) -> float | None:
     """Model FLOPs utilisation, 0 to 1: achieved over peak rate; None where the peak is unknown."""
     return None if peak is None else tflops_per_device / peak
+
+
+@dataclass(frozen=True)
+class Speedometer:
+    """Turns a step's duration into rates.
+
+    Attributes:
+        tokens_per_step: Of the whole job, each counted once.
+        flops_per_token: Model operations, forward and backward, recomputation excluded.
+        num_devices: Ranks of the job.
+        peak_flops: Dense peak of one device at the job's precision, operations per second; None if
+            it is not known, and then there is no MFU.
+    """
+
+    tokens_per_step: int
+    flops_per_token: float
+    num_devices: int
+    peak_flops: float | None = None
+
+    def measure(
+        self,
+        *,
+        step: int,
+        loss: float,
+        grad_norm: float,
+        lr: float,
+        tokens: int,
+        step_time: float,
+        data_time: float,
+        skipped: bool,
+    ) -> StepMetrics:
+        """The metrics of a step that took `step_time` seconds; arguments as `StepMetrics` has them."""
+        rate = self.tokens_per_step / step_time
+        flops = rate * self.flops_per_token / self.num_devices
+        return StepMetrics(
+            step=step,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            tokens=tokens,
+            step_time=step_time,
+            tokens_per_second=rate,
+            tflops_per_device=flops / 1e12,
+            mfu=flops / self.peak_flops if self.peak_flops else None,
+            data_time=data_time,
+            skipped=skipped,
+        )
