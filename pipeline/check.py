@@ -19,8 +19,7 @@ from pipeline.job.options import CheckOptions
 from pipeline.job.report import console, print_problems
 from pipeline.launch.environment import environment_problems, examine_environment, training_devices
 from pipeline.launch.environment_table import environment_table
-from pipeline.launch.host_check.host_check import HostCheck, way_to
-from pipeline.launch.host_check.table import hosts_table
+from pipeline.launch.host_check.host_check import HostCheck, hosts_table, way_to
 from pipeline.launch.network_test.network_test import run_fabric_test
 from pipeline.launch.network_test.report import fabric_problems, fabric_tables
 from pipeline.launch.preflight import check, check_with_hosts, print_draft, read_arguments

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.problems import Problem
+from pipeline.base.words import size
 from pipeline.cluster.devices import driver_needed
 from pipeline.cluster.world import available_cores
 from pipeline.job.resolve import PROJECT
 from pipeline.launch.host_check.ask import Question, ask_hosts, way_to_hosts
-from pipeline.launch.host_check.judge import failed, size
+from pipeline.launch.host_check.judge import failed
 
 RATES_SECONDS = 180
 PROGRAMS = ("gcc", "g++", "nvcc", "ninja", "ssh", "pdsh", "mpirun", "srun")

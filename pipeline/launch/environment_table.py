@@ -8,8 +8,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from pipeline.base.words import size
 from pipeline.launch.environment import PROGRAMS, Environment
-from pipeline.launch.host_check.judge import failed, size
+from pipeline.launch.host_check.judge import failed
 
 
 def environment_table(found: Environment) -> Table:

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 
 from pipeline.job.world import Host
 from pipeline.launch.host_check.ask import Way
-from pipeline.launch.host_check.reach import failure_of, no_client
-from pipeline.launch.host_check.session import Said, Session, close_all, room_for
+from pipeline.launch.host_check.session import Said, Session, close_all, failure_of, no_client, room_for
 
 DELIVERY_SECONDS = 60.0
 # At the end of a start, which a host that is gone must not hold up.

@@ -28,8 +28,7 @@ from pipeline.job.report import console, describe, print_problems, verdict
 from pipeline.job.resolve import Draft, examine
 from pipeline.job.world import World
 from pipeline.launch.fewer_hosts import Plan, describe_fewer, on_hosts, plan_fewer, separate_folders
-from pipeline.launch.host_check.host_check import HostCheck, ask_job_hosts
-from pipeline.launch.host_check.table import hosts_line, hosts_table
+from pipeline.launch.host_check.host_check import HostCheck, ask_job_hosts, hosts_line, hosts_table
 from pipeline.launch.launcher_command import SCRIPT
 from pipeline.launch.launcher_rules import launcher_world_problems, start_problems, unused_problems
 
@@ -100,7 +99,7 @@ def check_with_hosts(draft: Draft, launcher: LauncherOptions) -> tuple[Draft, Ho
     """The draft again, for the devices that its hosts turn out to have, with the problems of the hosts."""
     asked = ask_job_hosts(draft.world, launcher, draft.options)
     draft = check(draft.options, launcher, world=asked.world)
-    found = asked.judge(checkpoint_bytes(draft.job) if draft.job is not None else 0)
+    found = asked.judged(checkpoint_bytes(draft.job) if draft.job is not None else 0)
     draft.problems += [each.problem for each in found.problems]
     draft.problems += separate_folders(launcher, found.file_systems)
     if draft.errors:

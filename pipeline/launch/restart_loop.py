@@ -27,7 +27,7 @@ from pipeline.job.options import Options
 from pipeline.job.report import console, print_problems
 from pipeline.job.stop_file import with_stamp
 from pipeline.launch.fewer_hosts import describe_return
-from pipeline.launch.host_check.reach import NoWay
+from pipeline.launch.host_check.host_check import NoAddress
 from pipeline.launch.preflight import Ready, prepare
 from pipeline.launch.start import start_once
 
@@ -134,7 +134,7 @@ def _selected(job: Job, resume: str) -> Checkpoint | None:
 def _start(ready: Ready, arguments: Sequence[str]) -> Outcome:
     try:
         return start_once(ready.job.world, ready.job.output_dir, ready.launcher, arguments, ready.batch)
-    except NoWay as error:
+    except NoAddress as error:
         say(f"error: {error}")
         return Outcome("failed", 0)
 

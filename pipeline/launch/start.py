@@ -27,7 +27,7 @@ from pipeline.cluster.launcher_options import LauncherOptions
 from pipeline.cluster.outcome import Outcome, clear_outcome, read_outcome, write_outcome
 from pipeline.job.world import World
 from pipeline.launch.host_check.ask import way_to_hosts
-from pipeline.launch.host_check.reach import NoWay, launch_address
+from pipeline.launch.host_check.host_check import NoAddress, launch_address
 from pipeline.launch.key_delivery import NotDelivered, deliver_key, withdraw_key
 from pipeline.launch.launcher_command import SCRIPT, Launch, plan_launch
 from pipeline.launch.launcher_process import LauncherExit, LauncherProcess
@@ -44,7 +44,7 @@ def start_once(
     """One start of `script` on every rank of `world`. `batch`: as in a spec.
 
     Raises:
-        NoWay: the coordinator has no address that the ranks could use, or a host cannot be given the key.
+        NoAddress: the coordinator has no address that the ranks could use, or a host cannot be given the key.
     """
     spec = LaunchSpec(
         hosts=tuple((host.name, host.slots) for host in world.hosts),
@@ -78,7 +78,7 @@ def _key_file(world: World, options: LauncherOptions, coordinator: Coordinator) 
     try:
         path = deliver_key(world.hosts, way, coordinator.key)
     except NotDelivered as error:
-        raise NoWay(str(error)) from error
+        raise NoAddress(str(error)) from error
     try:
         yield path
     finally:

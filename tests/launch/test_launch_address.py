@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from pipeline.job.world import Host
-from pipeline.launch.host_check import reach
+from pipeline.launch.host_check import host_check
 
 
 def test_an_ssh_that_does_not_answer_is_a_launch_without_an_address(
@@ -18,7 +18,9 @@ def test_an_ssh_that_does_not_answer_is_a_launch_without_an_address(
     ssh.write_text("#!/bin/sh\nexec /bin/sleep 20\n")
     ssh.chmod(0o700)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(reach, "_SSH_SECONDS", 0.2)
+    monkeypatch.setattr(host_check, "_SSH_SECONDS", 0.2)
     world = SimpleNamespace(is_local=False, hosts=(Host("known-to-ssh.invalid", 1),))
-    with pytest.raises(reach.NoWay, match=r"ssh -G known-to-ssh.* takes more than 0.2 s.*--launch_addr"):
-        reach.launch_address(world, SimpleNamespace(launch_addr=None))  # type: ignore[arg-type]
+    with pytest.raises(
+        host_check.NoAddress, match=r"ssh -G known-to-ssh.* takes more than 0.2 s.*--launch_addr"
+    ):
+        host_check.launch_address(world, SimpleNamespace(launch_addr=None))  # type: ignore[arg-type]

@@ -26,12 +26,14 @@ from typing import Any
 
 from pipeline.job.world import Host
 from pipeline.launch.host_check.probe import MARK, REQUEST
-from pipeline.launch.host_check.reach import Failure, failure_of, no_client
 from pipeline.launch.host_check.session import (
+    Failure,
     Said,
     Session,
     close_all,
+    failure_of,
     local_command,
+    no_client,
     remote_command,
     room_for,
     srun_command,

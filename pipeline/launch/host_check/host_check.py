@@ -1,16 +1,23 @@
-"""Whether the hosts of a job can run it: asked, compared, and said as problems with remedies. No torch."""
+"""Whether the hosts of a job can run it: asked, compared, told as problems and as one table."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
+import subprocess
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from rich.table import Table
+from rich.text import Text
+
 from pipeline.base.problems import Problem
 from pipeline.base.user_input import exists
+from pipeline.base.words import counted, few
+from pipeline.cluster.agent.connection import route_address
 from pipeline.cluster.devices import BF16_CAPABILITY
 from pipeline.cluster.forwarded_environment import deepspeed_env, forwarded
 from pipeline.cluster.launcher_options import LauncherOptions
@@ -18,21 +25,18 @@ from pipeline.data.inputs import is_remote
 from pipeline.job.data_sources import data_paths
 from pipeline.job.options import Options
 from pipeline.job.resolve import PROJECT, config_path
-from pipeline.job.world import LOOPBACK, Host, World
+from pipeline.job.world import LOOPBACK, Host, World, is_this_machine
 from pipeline.launch.host_check.ask import (
     ANSWER_SECONDS,
     Answers,
-    HostReport,
     Question,
     Way,
     ask_hosts,
     way_to_hosts,
 )
-from pipeline.launch.host_check.hardware import HARDWARE, can_count, used_gpus
-from pipeline.launch.host_check.judge import Check, Survey, Wrong, few
-from pipeline.launch.host_check.reach import NoWay, launch_address
+from pipeline.launch.host_check.inventory import HARDWARE, SOFTWARE, can_count, used_gpus
+from pipeline.launch.host_check.judge import Check, Survey, Wrong
 from pipeline.launch.host_check.session import local_command
-from pipeline.launch.host_check.software import SOFTWARE
 from pipeline.launch.host_check.system import SYSTEM, file_systems
 
 CHECKS: tuple[Check, ...] = (*SOFTWARE, *HARDWARE, *SYSTEM)
@@ -42,8 +46,9 @@ _PROGRAM = {
     "slurm": "srun",
     **dict.fromkeys(("openmpi", "mpich", "impi", "mvapich"), "mpirun"),
 }
-_CACHES = ("TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME")
 _REMOTE_PROGRAM = {"openmpi": "orted", "mpich": "hydra_pmi_proxy"}
+_CACHES = ("TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME")
+_SSH_SECONDS = 10
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ class HostCheck:
     Attributes:
         world: The job's world with the devices that the hosts have.
         survey: Every answer.
-        problems: What is wrong, grouped by host where hosts have the same.
+        problems: What is wrong, grouped by host where hosts have the same; until `judged`, with this machine.
         exported: Variables that the launch sets on every host; may be secrets.
     """
 
@@ -70,6 +75,11 @@ class HostCheck:
     survey: Survey
     problems: tuple[HostProblem, ...]
     exported: Mapping[str, str] = field(default_factory=dict)
+
+    def judged(self, output_bytes: int) -> HostCheck:
+        """With the hosts' problems, for a job that writes `output_bytes` at a time into its output folder."""
+        survey = replace(self.survey, output_bytes=output_bytes)
+        return replace(self, survey=survey, problems=(*self.problems, *host_problems(survey)))
 
     @property
     def errors(self) -> tuple[HostProblem, ...]:
@@ -93,45 +103,16 @@ class HostCheck:
     def addresses(self) -> list[str]:
         """Of each host, as it was reached; the first one's is that of the rendezvous."""
         _, *others = self.survey.answers.hosts
-        reached = [other.facts.get("machine", {}).get("address") for other in others]
-        names = [other.host.name.rpartition("@")[2] for other in others]
-        return [
-            self.survey.answers.address,
-            *(one or other for one, other in zip(reached, names, strict=True)),
+        reached = [
+            other.facts.get("machine", {}).get("address") or other.host.name.rpartition("@")[2]
+            for other in others
         ]
+        return [self.survey.answers.address, *reached]
 
     @property
     def file_systems(self) -> list[list[str]]:
         """Hosts whose output folder is one file system, group by group."""
         return file_systems(self.survey)
-
-
-@dataclass(frozen=True)
-class AskedHosts:
-    """The answers of a job's hosts, before they are judged.
-
-    Attributes:
-        world: The job's world with the devices that the hosts have.
-        survey: Every answer.
-        exported: Variables that the launch sets on every host; may be secrets.
-        problems: Of this machine, which starts the job.
-    """
-
-    world: World
-    survey: Survey
-    exported: Mapping[str, str]
-    problems: tuple[Problem, ...]
-
-    def judge(self, output_bytes: int) -> HostCheck:
-        """What is wrong, for a job that writes `output_bytes` at a time into its output folder."""
-        survey = replace(self.survey, output_bytes=output_bytes)
-        mine = [HostProblem("launcher", (), problem) for problem in self.problems]
-        if (failure := survey.answers.here.failure) is not None:
-            problem = Problem(
-                "hosts", "this machine", failure.rule, failure.remedy.format(host="this machine")
-            )
-            mine.append(HostProblem("launcher", (), problem))
-        return HostCheck(self.world, survey, (*mine, *host_problems(survey)), self.exported)
 
 
 def ask_job_hosts(
@@ -140,7 +121,7 @@ def ask_job_hosts(
     options: Options,
     environ: Mapping[str, str] = os.environ,
     seconds: float = ANSWER_SECONDS,
-) -> AskedHosts:
+) -> HostCheck:
     """Ask every host of `world` what it is like, in parallel; never asks the user anything.
 
     Args:
@@ -152,6 +133,9 @@ def ask_job_hosts(
     launch, problems = _launch(world, launcher)
     question = replace(ask_about(world, launcher, options, exported), launch=launch)
     answers = ask_hosts(world.hosts, question, way_to(world, launcher), seconds)
+    if (failure := answers.here.failure) is not None:
+        remedy = failure.remedy.format(host="this machine")
+        problems.append(Problem("hosts", "this machine", failure.rule, remedy))
     found = world_found(world, answers, environ)
     survey = Survey(
         answers,
@@ -161,7 +145,8 @@ def ask_job_hosts(
         launch=launch,
         interface=exported.get("GLOO_SOCKET_IFNAME"),
     )
-    return AskedHosts(found, survey, exported, tuple(problems))
+    mine = tuple(HostProblem("launcher", (), problem) for problem in problems)
+    return HostCheck(found, survey, mine, exported)
 
 
 def ask_about(
@@ -209,37 +194,73 @@ def _launch(world: World, launcher: LauncherOptions) -> tuple[str, list[Problem]
     """Where ranks of other hosts find this machine, and what keeps it from starting them."""
     if world.is_local:
         return "", []
-    problems = _launcher_problems(launcher)
+    problems = []
+    name = launcher.launcher or "pdsh"
+    if not launcher.no_ssh and not shutil.which(_PROGRAM[name]):
+        rule = f"there is no {_PROGRAM[name]} on this machine's PATH"
+        problems.append(Problem("launcher", name, rule, f"Install {name} here, or choose another --launcher"))
     try:
         return launch_address(world, launcher), problems
-    except NoWay as error:
+    except NoAddress as error:
         remedy = "Give --launch_addr, this machine's address as the hosts reach it"
         return "", [*problems, Problem("launch_addr", launcher.launch_addr, str(error), remedy)]
 
 
-def _launcher_problems(launcher: LauncherOptions) -> list[Problem]:
-    name = launcher.launcher or "pdsh"
-    if launcher.no_ssh or shutil.which(_PROGRAM[name]):
-        return []
-    remedy = f"Install {name} here, or choose another --launcher"
-    return [Problem("launcher", name, f"there is no {_PROGRAM[name]} on this machine's PATH", remedy)]
+class NoAddress(Exception):
+    """This machine and the hosts do not find each other; the message has the remedy."""
+
+
+def launch_address(world: World, options: LauncherOptions) -> str:
+    """Where the coordinator is, as the hosts of `world` reach it: on the route to the first other host.
+
+    Raises:
+        NoAddress: its name is unknown here, and ssh has no address for it.
+    """
+    if options.launch_addr is not None:
+        return options.launch_addr
+    if world.is_local:
+        return LOOPBACK
+    name = next(host.name for host in world.hosts if not is_this_machine(host.name)).rpartition("@")[2]
+    try:
+        return route_address(name)
+    except OSError:
+        pass  # a name that only ssh knows
+    try:
+        return route_address(_ssh_address(name))
+    except OSError as error:
+        raise NoAddress(
+            f"{name} has no address here ({error.strerror or error}): give --launch_addr, this machine's "
+            "address as that host reaches it"
+        ) from error
+
+
+def _ssh_address(name: str) -> str:
+    """The address that ssh's configuration has for a host.
+
+    Raises:
+        OSError: there is no ssh, or it does not say (its configuration may run commands).
+    """
+    command = ["ssh", "-G", name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SSH_SECONDS, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise OSError(f"{shlex.join(command)} takes more than {_SSH_SECONDS} s") from error
+    found = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("hostname ")]
+    return found[0] if found else name
 
 
 def world_found(world: World, answers: Answers, environ: Mapping[str, str]) -> World:
     """The world with the devices that its hosts have; as it was where they did not tell."""
-    counted = [report for report in answers.hosts if report.facts and can_count(report)]
-    if environ.get("DS_ACCELERATOR") == "cpu" or (counted and not any(map(_has_gpus, counted))):
+    known = [report for report in answers.hosts if report.facts and can_count(report)]
+    has_gpus = any(report.facts["gpus"]["gpus"] for report in known)
+    if environ.get("DS_ACCELERATOR") == "cpu" or (known and not has_gpus):
         return replace(world, device="cpu", device_name=None, bf16_native=False)
-    gpus = [gpu for report in counted for gpu in used_gpus(report)]
+    gpus = [gpu for report in known for gpu in used_gpus(report)]
     if not gpus:
         return world
     native = all(_capability(gpu) >= BF16_CAPABILITY for gpu in gpus)
     names = " + ".join(sorted({gpu["name"] for gpu in gpus}))
     return replace(world, device="cuda", device_name=names, bf16_native=native)
-
-
-def _has_gpus(report: HostReport) -> bool:
-    return bool(report.facts["gpus"]["gpus"])
 
 
 def _capability(gpu: Mapping[str, str]) -> tuple[int, ...]:
@@ -248,23 +269,67 @@ def _capability(gpu: Mapping[str, str]) -> tuple[int, ...]:
 
 def host_problems(survey: Survey, checks: Sequence[Check] = CHECKS) -> list[HostProblem]:
     """Everything that is wrong with the hosts, those that gave no answer first."""
-    found = [(_unreachable(report), None) for report in survey.answers.hosts if report.failure is not None]
-    found += [(wrong, check) for check in checks for wrong in check.judge(survey)]
     grouped: dict[tuple, list[str]] = defaultdict(list)
-    for wrong, check in found:
-        name = check.name if check else "reachable"
-        remedy = wrong.remedy or (check.remedy if check else "")
-        severity = wrong.severity or (check.severity if check else "error")
-        grouped[name, wrong.value, wrong.rule, remedy, severity].append(wrong.host)
+    for report in survey.answers.hosts:
+        if (failure := report.failure) is not None:
+            key = ("reachable", failure.kind, failure.rule, failure.remedy, "error")
+            grouped[key].append(report.host.name)
+    for check in checks:
+        for wrong in check.judge(survey):
+            grouped[_group(check, wrong)].append(wrong.host)
     return [_problem(key, list(dict.fromkeys(hosts))) for key, hosts in grouped.items()]
 
 
-def _unreachable(report: HostReport) -> Wrong:
-    failure = report.failure
-    return Wrong(report.host.name, failure.kind, failure.rule, failure.remedy)
+def _group(check: Check, wrong: Wrong) -> tuple:
+    """What hosts have in common that share a line."""
+    remedy, severity = wrong.remedy or check.remedy, wrong.severity or check.severity
+    return check.name, wrong.value, wrong.rule, remedy, severity
 
 
 def _problem(key: tuple, hosts: list[str]) -> HostProblem:
     name, value, rule, remedy, severity = key
     said = remedy.replace("{host}", hosts[0])
     return HostProblem(name, tuple(hosts), Problem(f"{few(hosts)}: {name}", value, rule, said, severity))
+
+
+def hosts_table(found: HostCheck) -> Table:
+    """One line for each check: its value on all hosts, or which hosts have which; the wrong ones coloured."""
+    table = Table(box=None, title="Hosts", title_justify="left", title_style="bold", pad_edge=False)
+    for heading in ("  check", "found", ""):
+        table.add_column(heading, no_wrap=heading != "found", overflow="fold")
+    marks = _marks(found)
+    reports, answered = found.survey.answers.hosts, found.survey.hosts
+    table.add_row("  reachable", f"{len(answered)} of {len(reports)}", marks.get("reachable", "ok"))
+    for name, values in check_values(found.survey):
+        hosts = [f"{value}: {few(names)}" for value, names in values.items()]
+        if len(values) == 1 and len(next(iter(values.values()))) == len(answered):
+            hosts = list(values)
+        table.add_row(f"  {name}", "\n".join(hosts), marks.get(name, "ok"))
+    return table
+
+
+def hosts_line(found: HostCheck) -> str:
+    """That there is nothing to say, in one line."""
+    return f"Checked {counted(len(found.survey.hosts), 'host')}: no problem found."
+
+
+def _marks(found: HostCheck) -> dict[str, Text]:
+    """The verdict on each check that found something."""
+    marks: dict[str, Text] = {}
+    for each in sorted(found.problems, key=lambda each: each.problem.severity, reverse=True):
+        style = "bold red" if each.problem.severity == "error" else "bold yellow"
+        marks[each.check] = Text(each.problem.severity, style)
+    return marks
+
+
+def check_values(
+    survey: Survey, checks: Sequence[Check] = CHECKS
+) -> Iterator[tuple[str, dict[str, list[str]]]]:
+    """(name, hosts by value) of each check; checks without any value are left out."""
+    for check in checks:
+        values: dict[str, list[str]] = defaultdict(list)
+        for report in survey.hosts:
+            if value := check.value(report):
+                values[value].append(report.host.name)
+        if values:
+            yield check.name, dict(values)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pipeline.base.words import few
 from pipeline.launch.host_check.ask import Answers, HostReport
 
 Severity = Literal["error", "warning"]
-NAMES_SHOWN = 6
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,8 @@ class Wrong:
     severity: Severity | None = None
 
 
+# Value and rule, then remedy and severity where they are not the check's.
+Fault = tuple[str | None, ...]
 Judge = Callable[["Check", Survey], Iterable[Wrong]]
 
 
@@ -141,29 +143,12 @@ def _compare(check: Check, survey: Survey, values: Mapping[str, str]) -> Iterato
             yield Wrong(name, value or "none", f"must be {most or 'absent'}, as on {few(others)}")
 
 
-def each(test: Callable[[HostReport, Survey], Wrong | None]) -> Judge:
+def each(test: Callable[[HostReport, Survey], Fault | None]) -> Judge:
     """Every host is judged by itself."""
 
     def judge(check: Check, survey: Survey) -> Iterator[Wrong]:
         for report in known(check, survey):
-            if wrong := test(report, survey):
-                yield wrong
+            if fault := test(report, survey):
+                yield Wrong(report.host.name, *fault)
 
     return judge
-
-
-def few(names: Iterable[str]) -> str:
-    """``h1, h2 and 14 more``."""
-    listed = list(names)
-    if len(listed) <= NAMES_SHOWN:
-        return ", ".join(listed)
-    return f"{', '.join(listed[: NAMES_SHOWN - 1])} and {len(listed) - NAMES_SHOWN + 1} more"
-
-
-def size(number: float) -> str:
-    """Bytes for a person: ``1.5 GiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1000:
-            return f"{number:.3g} {unit}"
-        number /= 1024
-    return f"{number:.3g} TiB"

@@ -7,8 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+from pipeline.base.words import few, size
 from pipeline.launch.host_check.ask import HostReport
-from pipeline.launch.host_check.judge import Check, Survey, Wrong, each, failed, few, known, size
+from pipeline.launch.host_check.judge import Check, Fault, Survey, Wrong, each, failed, known
 
 # Logs of hosts whose clocks differ by more cannot be read side by side; object stores refuse requests that
 # are minutes off.
@@ -18,7 +19,7 @@ CLOCK_WARNING_SECONDS, CLOCK_ERROR_SECONDS = 2.0, 60.0
 _COMPILING_SECONDS = 1800
 
 
-def _folder_test(report: HostReport, survey: Survey) -> Wrong | None:
+def _folder_test(report: HostReport, survey: Survey) -> Fault | None:
     for place, (path, found) in enumerate(report.facts["folders"].items()):
         needed = survey.cache_bytes
         if place == 0:  # hosts with a disk of their own hold their ranks' part of a checkpoint
@@ -26,10 +27,10 @@ def _folder_test(report: HostReport, survey: Survey) -> Wrong | None:
             needed = survey.output_bytes * max(1, len(sharing)) // len(survey.answers.hosts)
         if not found["writable"]:
             rule = f"{path} cannot be made: {found['nearest']} may not be written"
-            return Wrong(report.host.name, path, rule, "See to its permissions, or name another folder")
+            return path, rule, "See to its permissions, or name another folder"
         if found["free"] < needed:
             rule = f"{size(found['free'])} are free at {found['nearest']}, and the job needs {size(needed)}"
-            return Wrong(report.host.name, path, rule)
+            return path, rule
     return None
 
 
@@ -74,7 +75,7 @@ def _show_sharing(report: HostReport) -> str:
     return "" if not seen else "its own" if len(seen) == 1 else "shared"
 
 
-def _locks(report: HostReport, survey: Survey) -> Wrong | None:
+def _locks(report: HostReport, survey: Survey) -> Fault | None:
     held = {lock["path"] for other in survey.hosts for lock in _locks_of(other) if lock["held"]}
     stale = [lock for lock in _locks_of(report) if lock["path"] not in held]
     if not stale:
@@ -86,24 +87,24 @@ def _locks(report: HostReport, survey: Survey) -> Wrong | None:
     paths = " ".join(lock["path"] for lock in stale)
     remedy = f"On {{host}}: rm {paths}"
     if all(lock["age"] < _COMPILING_SECONDS for lock in stale):
-        return Wrong(report.host.name, value, rule, f"If no other host compiles it now: {remedy}", "warning")
-    return Wrong(report.host.name, value, rule, remedy)
+        return value, rule, f"If no other host compiles it now: {remedy}", "warning"
+    return value, rule, remedy
 
 
 def _locks_of(report: HostReport) -> list[dict[str, Any]]:
     return [] if failed(report.facts, "locks") else report.facts["locks"]
 
 
-def _clock(report: HostReport, survey: Survey) -> Wrong | None:
+def _clock(report: HostReport, survey: Survey) -> Fault | None:
     ahead = report.clock
     if abs(ahead) <= CLOCK_WARNING_SECONDS:
         return None
     rule = f"its clock is {abs(ahead):,.0f} s {'ahead of' if ahead > 0 else 'behind'} this machine's"
     severity = "error" if abs(ahead) > CLOCK_ERROR_SECONDS else "warning"
-    return Wrong(report.host.name, f"{ahead:+,.0f} s", rule, None, severity)
+    return f"{ahead:+,.0f} s", rule, None, severity
 
 
-def _own_name(report: HostReport, survey: Survey) -> Wrong | None:
+def _own_name(report: HostReport, survey: Survey) -> Fault | None:
     """gloo listens on the address of the host's name, and tells the others to come there."""
     own = report.facts["names"]
     if len(survey.answers.hosts) == 1 or survey.interface or (own and not all(map(_is_loopback, own))):
@@ -111,9 +112,7 @@ def _own_name(report: HostReport, survey: Survey) -> Wrong | None:
     name = report.facts["machine"]["host"]
     rule = f"the host takes its own name ({name}) for {own[0] if own else 'nothing that it knows'}"
     remedy = f"In its /etc/hosts give {name} the address of its network, not 127.0.1.1"
-    return Wrong(
-        report.host.name, own[0] if own else "unknown", f"{rule}: no other host reaches it there", remedy
-    )
+    return own[0] if own else "unknown", f"{rule}: no other host reaches it there", remedy
 
 
 def _is_loopback(address: str) -> bool:
@@ -133,11 +132,11 @@ def _port(check: Check, survey: Survey) -> Iterator[Wrong]:
             yield Wrong(report.host.name, report.reached, rule)
 
 
-def _reports(report: HostReport, survey: Survey) -> Wrong | None:
+def _reports(report: HostReport, survey: Survey) -> Fault | None:
     if report.reports is None:
         return None
     rule = f"it does not reach this machine at {survey.launch}, to which its ranks report"
-    return Wrong(report.host.name, report.reports, rule)
+    return report.reports, rule
 
 
 def _show_reach(report: HostReport) -> str:
@@ -156,25 +155,25 @@ def _one_machine(check: Check, survey: Survey) -> Iterator[Wrong]:
             yield Wrong(name, own, f"is the same machine as {names[0]}: its devices would be used twice")
 
 
-def _noise(report: HostReport, survey: Survey) -> Wrong | None:
+def _noise(report: HostReport, survey: Survey) -> Fault | None:
     if not report.noise:
         return None
     line = report.noise.splitlines()[0][:80]
-    return Wrong(report.host.name, line, "its shell prints this at every login, between the job's lines")
+    return line, "its shell prints this at every login, between the job's lines"
 
 
-def _programs(report: HostReport, survey: Survey) -> Wrong | None:
+def _programs(report: HostReport, survey: Survey) -> Fault | None:
     missing = [name for name, path in report.facts["commands"].items() if path is None]
     if not missing:
         return None
     rule = "the launcher starts it there, and it is not on the PATH of logins"
-    return Wrong(report.host.name, ", ".join(missing), rule)
+    return ", ".join(missing), rule
 
 
-def _lost(report: HostReport, survey: Survey) -> Wrong | None:
+def _lost(report: HostReport, survey: Survey) -> Fault | None:
     if report.seen or not report.facts["folders"]:
         return None
-    return Wrong(report.host.name, "silent", "it answered once, and then no more: the connection was lost")
+    return "silent", "it answered once, and then no more: the connection was lost"
 
 
 SYSTEM = (

@@ -18,8 +18,7 @@ from typing import Any
 from pipeline.job.resolve import PROJECT
 from pipeline.job.world import World
 from pipeline.launch.host_check.ask import Way
-from pipeline.launch.host_check.reach import failure_of
-from pipeline.launch.host_check.session import Session, close_all, room_for
+from pipeline.launch.host_check.session import Session, close_all, failure_of, room_for
 
 FABRIC_SECONDS = 120
 # Three times at most (hosts + 1) x slots rounds; the first make a connection for each pair.

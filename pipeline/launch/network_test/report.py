@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.base.problems import Problem
-from pipeline.launch.host_check.judge import few
+from pipeline.base.words import few
 from pipeline.launch.network_test.network_test import FabricTest
 
 # A link that is below this share of the median of its kind in every round is named.

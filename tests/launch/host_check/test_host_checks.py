@@ -6,14 +6,21 @@ from typing import Any
 
 import pytest
 
+from pipeline.base.words import few, size
 from pipeline.job.world import World
 from pipeline.launch.host_check.ask import Answers, HostReport
-from pipeline.launch.host_check.hardware import HARDWARE
-from pipeline.launch.host_check.host_check import CHECKS, HostCheck, HostProblem, host_problems, world_found
-from pipeline.launch.host_check.judge import Survey, few, size
-from pipeline.launch.host_check.reach import no_client
+from pipeline.launch.host_check.host_check import (
+    CHECKS,
+    HostCheck,
+    HostProblem,
+    check_values,
+    host_problems,
+    world_found,
+)
+from pipeline.launch.host_check.inventory import HARDWARE
+from pipeline.launch.host_check.judge import Survey
+from pipeline.launch.host_check.session import no_client
 from pipeline.launch.host_check.system import file_systems
-from pipeline.launch.host_check.table import check_values
 from tests.launch.host_check.host_facts import FACTS, GIB, GPU, facts, report, survey
 
 

@@ -16,11 +16,11 @@ from pipeline.job.world import Host
 from pipeline.launch.host_check import session as session_module
 from pipeline.launch.host_check.ask import Question, ask_hosts, way_to_hosts
 from pipeline.launch.host_check.probe import REQUEST, TOKEN
-from pipeline.launch.host_check.reach import failure_of
 from pipeline.launch.host_check.session import (
     Said,
     Session,
     close_all,
+    failure_of,
     local_command,
     remote_command,
     srun_command,
@@ -133,7 +133,7 @@ def test_many_hosts_need_many_open_files(tmp_path: Path, limit: str, shorts: int
         f"assert {shorts} <= len(short) <= 2 * {shorts}, len(short)\n"
     )
     command = f"ulimit {limit} 100 && exec {shlex.quote(sys.executable)} -c {shlex.quote(code)}"
-    subprocess.run(["bash", "-c", command], cwd=Path(__file__).parents[2], check=True)
+    subprocess.run(["bash", "-c", command], cwd=Path(__file__).parents[3], check=True)
 
 
 def _words(process: psutil.Process) -> list[str]:
@@ -210,7 +210,7 @@ def test_a_clock_that_is_off_is_measured(tmp_path: Path) -> None:
 def test_the_probe_leaves_nothing_when_its_connection_is_cut(tmp_path: Path) -> None:
     values = Question(str(tmp_path), str(tmp_path), folders=(str(tmp_path),))
     request = {**vars(values), "run": "r", "index": 0}
-    probe = Path(__file__).parents[2] / "pipeline" / "launch" / "host_check" / "probe.py"
+    probe = Path(__file__).parents[3] / "pipeline" / "launch" / "host_check" / "probe.py"
     command = [sys.executable, "-I", probe, "30"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         process.stdin.write(f"\n{REQUEST}{json.dumps(request)}\n")

@@ -18,7 +18,7 @@ from tests.hosts import Hosts
 from tests.hosts.slurm import start_slurm, why_no_slurm
 
 pytestmark = pytest.mark.multihost
-PROJECT = Path(__file__).resolve().parents[2]
+PROJECT = Path(__file__).resolve().parents[3]
 SETTINGS = PROJECT / "pipeline" / "job" / "settings.py"
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.hosts import Hosts
 
 pytestmark = [pytest.mark.multihost, pytest.mark.slow]
-PROJECT = Path(__file__).resolve().parents[2]
+PROJECT = Path(__file__).resolve().parents[3]
 
 
 def command(hosts: Hosts, slots: int) -> list[str | Path]:

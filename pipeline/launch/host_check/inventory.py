@@ -1,4 +1,4 @@
-"""Checks of GPUs, cores, memory and system limits."""
+"""Checks of what each host has: user, software and files, then GPUs, cores, memory and limits."""
 
 from __future__ import annotations
 
@@ -6,9 +6,20 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from pipeline.base.words import size
 from pipeline.cluster.devices import driver_needed
 from pipeline.launch.host_check.ask import HostReport
-from pipeline.launch.host_check.judge import Check, Survey, Wrong, alike_where_there, each, failed, size
+from pipeline.launch.host_check.judge import (
+    Check,
+    Fault,
+    Survey,
+    Wrong,
+    alike,
+    alike_where_there,
+    as_here,
+    each,
+    failed,
+)
 
 # A GPU of which less is free is used by somebody else; a driver and a desktop take a few percent.
 FREE_SHARE = 0.9
@@ -16,6 +27,70 @@ FREE_SHARE = 0.9
 SHARED_MEMORY_PER_RANK = 64 * 2**20
 # Sockets of NCCL's and gloo's groups, data files and libraries, per rank of the job and at all.
 FILES_PER_RANK, FILES_AT_LEAST = 16, 512
+
+
+def _same_user(check: Check, survey: Survey) -> Iterator[Wrong]:
+    """A hostfile that names the user (user@host) says what is wanted."""
+    return (wrong for wrong in as_here(check, survey) if "@" not in wrong.host)
+
+
+def _missing_folder(report: HostReport, survey: Survey) -> Fault | None:
+    if report.facts["project"]["cwd"]:
+        return None
+    remedy = "Make it on {host}, or start from a folder that all hosts have"
+    return "missing", "ranks start in this machine's current folder", remedy
+
+
+def _missing_torch(report: HostReport, survey: Survey) -> Fault | None:
+    if report.facts["packages"]["torch"]:
+        return None
+    return "none", "torch is not installed for the Python that ranks use"
+
+
+def _cpu_build(report: HostReport, survey: Survey) -> Fault | None:
+    packages = report.facts["packages"]
+    if survey.device == "cpu" or not packages["torch"] or packages["cuda"]:
+        return None
+    remedy = "Install the CUDA build of torch, or set DS_ACCELERATOR=cpu to train on the CPU"
+    return packages["torch"], "this build of torch cannot use the GPUs", remedy
+
+
+def _files(check: Check, survey: Survey) -> Iterator[Wrong]:
+    """Ranks read the job's description themselves: each on its own host."""
+    yield from _each_path(check, survey, "is read by every rank, and must be as on this machine")
+
+
+def _data(check: Check, survey: Survey) -> Iterator[Wrong]:
+    yield from _each_path(check, survey, "is read by every rank, and must hold the same files")
+
+
+def _each_path(check: Check, survey: Survey, rule: str) -> Iterator[Wrong]:
+    if failed(survey.here, check.fact):
+        return
+    for report in survey.hosts:
+        if failed(report.facts, check.fact):
+            continue
+        found = report.facts[check.fact]
+        for path, wanted in survey.here[check.fact].items():
+            if found[path] != wanted:
+                yield Wrong(report.host.name, f"{path}: {_told(found[path])}", f"{rule} ({_told(wanted)})")
+
+
+def _told(found: Any) -> str:
+    if isinstance(found, dict):
+        return f"{found['files']:,} files, {size(found['bytes'])}, digest {found['digest']}"
+    return f"digest {found}" if found else "missing"
+
+
+def _show_paths(found: dict[str, Any]) -> str:
+    missing = sum(value is None for value in found.values())
+    if not found:
+        return ""
+    return f"{len(found)} described" + (f", {missing} missing" if missing else "")
+
+
+def _package(name: str) -> Any:
+    return lambda packages: packages[name] or ""
 
 
 def used_gpus(report: HostReport) -> list[dict[str, str]]:
@@ -37,7 +112,7 @@ def _show_gpus(found: dict[str, Any]) -> str:
     return " + ".join(f"{count} x {name}" for name, count in sorted(counts.items()))
 
 
-def _enough(report: HostReport, survey: Survey) -> Wrong | None:
+def _enough(report: HostReport, survey: Survey) -> Fault | None:
     host, gpus = report.host, report.facts["gpus"]
     if survey.device == "cpu" or not can_count(report):
         return None
@@ -45,22 +120,18 @@ def _enough(report: HostReport, survey: Survey) -> Wrong | None:
     if not missing:
         return None
     value = _show_gpus(gpus) or "no GPU"
-    return Wrong(
-        host.name, value, f"the job uses {host.slots} GPUs there, and there is no number {missing[0]}"
-    )
+    return value, f"the job uses {host.slots} GPUs there, and there is no number {missing[0]}"
 
 
-def _uncounted(report: HostReport, survey: Survey) -> Wrong | None:
+def _uncounted(report: HostReport, survey: Survey) -> Fault | None:
     gpus = report.facts["gpus"]
     if survey.device == "cpu" or can_count(report):
         return None
     if gpus["failed"]:
         remedy = "Repair the driver: nvidia-smi must work on {host}; often a reboot does it"
-        return Wrong(report.host.name, "broken driver", gpus["failed"], remedy)
+        return "broken driver", gpus["failed"], remedy
     rule = "there is an NVIDIA driver, and no nvidia-smi to ask it about the GPUs"
-    return Wrong(
-        report.host.name, "no nvidia-smi", rule, "Put nvidia-smi on the PATH of ssh logins", "warning"
-    )
+    return "no nvidia-smi", rule, "Put nvidia-smi on the PATH of ssh logins", "warning"
 
 
 def _mixed(check: Check, survey: Survey) -> Iterator[Wrong]:
@@ -77,15 +148,15 @@ def _mixed(check: Check, survey: Survey) -> Iterator[Wrong]:
             yield Wrong(name, kind, rule, "Use hosts and slots of one kind: --include", "warning")
 
 
-def _old_driver(report: HostReport, survey: Survey) -> Wrong | None:
+def _old_driver(report: HostReport, survey: Survey) -> Fault | None:
     gpus, cuda = report.facts["gpus"]["gpus"], report.facts.get("packages", {}).get("cuda")
     if not gpus or not cuda or (needed := driver_needed(gpus[0]["driver_version"], cuda)) is None:
         return None
     rule = f"torch's CUDA {cuda} needs driver {needed} or newer"
-    return Wrong(report.host.name, gpus[0]["driver_version"], rule, "Update the driver on {host}", "error")
+    return gpus[0]["driver_version"], rule, "Update the driver on {host}", "error"
 
 
-def _occupied(report: HostReport, survey: Survey) -> Wrong | None:
+def _occupied(report: HostReport, survey: Survey) -> Fault | None:
     gpus = [gpu for gpu in used_gpus(report) if _share(gpu) < FREE_SHARE] if survey.device == "cuda" else []
     if not gpus:
         return None
@@ -93,7 +164,7 @@ def _occupied(report: HostReport, survey: Survey) -> Wrong | None:
     first = gpus[0]
     value = f"GPU {first['index']}: {first['memory.free']} of {first['memory.total']} MiB free"
     rule = f"{len(gpus)} of the GPUs are used by {processes or 'processes that it does not show'}"
-    return Wrong(report.host.name, value, rule)
+    return value, rule
 
 
 def _share(gpu: dict[str, str]) -> float:
@@ -107,41 +178,85 @@ def _show_free(found: dict[str, Any]) -> str:
     return f"from {size(min(free) * 2**20)}" if free else ""
 
 
-def _few_cores(report: HostReport, survey: Survey) -> Wrong | None:
+def _few_cores(report: HostReport, survey: Survey) -> Fault | None:
     cores, slots = report.facts["memory"]["cores"], report.host.slots
     if cores >= slots:
         return None
-    return Wrong(report.host.name, f"{cores} cores", f"{slots} ranks there share them, and take turns")
+    return f"{cores} cores", f"{slots} ranks there share them, and take turns"
 
 
-def _small_shared_memory(report: HostReport, survey: Survey) -> Wrong | None:
+def _small_shared_memory(report: HostReport, survey: Survey) -> Fault | None:
     free, needed = report.facts["shared_memory"]["free"], report.host.slots * SHARED_MEMORY_PER_RANK
     if free >= needed:
         return None
-    return Wrong(
-        report.host.name, f"{size(free)} free", f"{report.host.slots} ranks need about {size(needed)}"
-    )
+    return f"{size(free)} free", f"{report.host.slots} ranks need about {size(needed)}"
 
 
-def _few_files(report: HostReport, survey: Survey) -> Wrong | None:
+def _few_files(report: HostReport, survey: Survey) -> Fault | None:
     soft = report.facts["limits"]["files"][0]
     needed = FILES_AT_LEAST + FILES_PER_RANK * survey.world_size
     if soft is None or soft >= needed:
         return None
-    return Wrong(report.host.name, str(soft), f"a rank of {survey.world_size} may need about {needed}")
+    return str(soft), f"a rank of {survey.world_size} may need about {needed}"
 
 
-def _locked_memory(report: HostReport, survey: Survey) -> Wrong | None:
+def _locked_memory(report: HostReport, survey: Survey) -> Fault | None:
     limits = report.facts["limits"]
     if survey.device == "cpu" or not limits["rdma"] or limits["locked"][0] is None:
         return None
     rule = f"NCCL locks its buffers for {', '.join(limits['rdma'])}, and fails where it may not"
-    return Wrong(report.host.name, size(limits["locked"][0]), rule)
+    return size(limits["locked"][0]), rule
 
 
 def _show_limit(value: int | None) -> str:
     return "unlimited" if value is None else f"{value:,}"
 
+
+_SAME_VERSION = "Install the versions of constraints.txt on every host (./launch.sh --setup_only does)"
+
+SOFTWARE = (
+    Check(
+        "user", "user", lambda user: user["name"], (_same_user,),
+        "Set User for it in ~/.ssh/config, or write user@{host} in the hostfile if that is meant",
+    ),
+    Check(
+        "code", "project", lambda project: project["digest"] or "missing", (as_here,),
+        "Bring the project's folder up to date there, at the same path",
+    ),
+    Check(
+        "current folder", "project", lambda project: "there" if project["cwd"] else "missing",
+        (each(_missing_folder),), "",
+    ),
+    Check("processor", "machine", lambda machine: machine["arch"], (alike,), "Use hosts of one architecture"),
+    Check(
+        "Python", "python", lambda python: f"{python['version']} {python['path']}", (as_here,),
+        "Make the environment there at the same path: ./launch.sh --setup_only",
+    ),
+    Check(
+        "torch", "packages", _package("torch"), (alike, each(_missing_torch), each(_cpu_build)),
+        _SAME_VERSION,
+    ),
+    Check("CUDA of torch", "packages", _package("cuda"), (alike,), _SAME_VERSION),
+    Check("NCCL", "packages", _package("nccl"), (alike,), _SAME_VERSION),
+    Check("deepspeed", "packages", _package("deepspeed"), (as_here,), _SAME_VERSION),
+    *(
+        Check(name, "packages", _package(name), (alike,), _SAME_VERSION)
+        for name in ("transformers", "datasets", "accelerate", "numpy")
+    ),
+    Check(
+        "job files", "files", _show_paths, (_files,),
+        "Copy it to the same path there, or keep it on a shared file system",
+    ),
+    Check(
+        "data", "data", _show_paths, (_data,),
+        "Copy it to the same path there, or keep it on a shared file system",
+    ),
+    Check(
+        "environment", "environment", lambda found: " ".join("=".join(pair) for pair in found.items()),
+        (alike,), "Set it on all hosts or on none, where logins get it: the shell's start-up file, or sshd's",
+        "warning",
+    ),
+)  # fmt: skip
 
 HARDWARE = (
     Check(
