@@ -18,7 +18,7 @@ from pipeline.base.problems import EXIT_STOPPED, EXIT_WRONG_JOB, JobError
 from pipeline.base.words import counted
 from pipeline.checkpoints.manifest import Checkpoint
 from pipeline.checkpoints.resume import select_checkpoint
-from pipeline.cluster.agent.coordinator_settings import Limits
+from pipeline.cluster.agent.launch_spec import Limits
 from pipeline.cluster.folder_lock import running_problems
 from pipeline.cluster.launcher_options import LauncherOptions
 from pipeline.cluster.outcome import Failure, Outcome

@@ -18,9 +18,8 @@ from pipeline.base.command import say
 from pipeline.base.problems import EXIT_STOPPED, EXIT_WRONG_JOB
 from pipeline.base.words import counted
 from pipeline.cluster.agent.coordinator import Coordinator
-from pipeline.cluster.agent.coordinator_settings import CoordinatorSettings
-from pipeline.cluster.agent.credential import key_in_memory, new_key
-from pipeline.cluster.agent.launch_spec import LaunchSpec
+from pipeline.cluster.agent.handshake import key_in_memory, new_key
+from pipeline.cluster.agent.launch_spec import CoordinatorSettings, LaunchSpec
 from pipeline.cluster.agent.rank_table import signal_name
 from pipeline.cluster.forwarded_environment import deepspeed_env, forwarded
 from pipeline.cluster.launcher_options import LauncherOptions

@@ -9,8 +9,7 @@ import pytest
 
 from pipeline.base.problems import JobError, Problem
 from pipeline.cluster import devices, rank_environment, world
-from pipeline.cluster.agent.coordinator_settings import DIRECT_PORTS
-from pipeline.cluster.agent.rank_place import direct_ports, is_free_port
+from pipeline.cluster.agent.launch_spec import DIRECT_PORTS, direct_ports, is_free_port
 from pipeline.cluster.devices import Gpu, visible_gpus
 from pipeline.cluster.process_managers import FIRST_PORT
 from pipeline.cluster.rank_environment import RankEnvironment, free_port, read_rank_environment

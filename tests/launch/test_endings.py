@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.cluster.agent.coordinator import Coordinator
-from pipeline.cluster.agent.coordinator_settings import CoordinatorSettings
-from pipeline.cluster.agent.launch_spec import LaunchSpec, encode
+from pipeline.cluster.agent.launch_spec import CoordinatorSettings, LaunchSpec, encode
 from pipeline.cluster.outcome import Outcome, read_outcome, write_outcome
 from pipeline.launch.launcher_command import Launch
 from pipeline.launch.launcher_process import LauncherExit, LauncherProcess

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cluster.agent.credential import read_key
+from pipeline.cluster.agent.handshake import read_key
 from pipeline.job.world import Host
 from pipeline.launch import key_delivery
 from pipeline.launch.host_check import session

@@ -30,13 +30,20 @@ from pipeline.base.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXI
 from pipeline.cluster.agent.connection import Connection, Message
 from pipeline.cluster.agent.coordinator import LOGS_FOLDER, Coordinator
 from pipeline.cluster.agent.coordinator_client import CoordinatorClient, Unreachable, tell_refusal
-from pipeline.cluster.agent.coordinator_settings import CoordinatorSettings, Limits
-from pipeline.cluster.agent.credential import forget_key, read_key
-from pipeline.cluster.agent.launch_spec import LaunchSpec, split_launch_spec
+from pipeline.cluster.agent.handshake import forget_key, read_key
+from pipeline.cluster.agent.launch_spec import (
+    CoordinatorSettings,
+    LaunchSpec,
+    Limits,
+    direct_key,
+    direct_ports,
+    is_free_port,
+    placed,
+    split_launch_spec,
+)
 from pipeline.cluster.agent.owned_process import OwnedProcess
 from pipeline.cluster.agent.rank_link import OPTION, STACKS_SIGNAL, Inherited
 from pipeline.cluster.agent.rank_output import RankOutput, forget_old_starts, is_start_name
-from pipeline.cluster.agent.rank_place import direct_key, direct_ports, is_free_port, placed
 from pipeline.cluster.outcome import Outcome, read_outcome, write_outcome
 from pipeline.cluster.rank_environment import RankEnvironment, free_port
 from pipeline.job.stop_file import stamped

@@ -1,15 +1,21 @@
-"""Messages between the processes of a job: JSON objects, one a line, over a stream socket. No torch.
+"""Messages between the processes of a job: JSON objects, one a line, over a stream socket.
 
 Neither side ever waits for the other: what cannot be sent at once is kept, and what has arrived is handed
-out in whole messages.
+out in whole messages. Whoever sends anything else than agents and coordinator do is disconnected: it would
+otherwise end the process that reads it.
 """
 
 from __future__ import annotations
 
 import json
+import resource
 import socket
 import time
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from pipeline.cluster.agent.rank_table import Phase
+from pipeline.cluster.outcome import Kind, Status
 
 Message = dict[str, Any]
 
@@ -153,3 +159,74 @@ def route_address(host: str) -> str:
     with socket.socket(family, kind) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
+
+
+_NONE = type(None)
+_TEXT, _NUMBER, _SECONDS = (str,), (int,), (int, float)
+Fields = Mapping[str, tuple[type, ...]]
+
+# By "is", from an agent.
+REPORTS: dict[str, Fields] = {
+    "beat": {},
+    "progress": {"phase": _TEXT, "step": _NUMBER},
+    "saved": {"step": _NUMBER},
+    "folder": {"path": _TEXT},
+    "ending": {"status": _TEXT, "step": _NUMBER, "message": _TEXT},
+    "failure": {"kind": _TEXT, "step": _NUMBER, "message": _TEXT},
+    "signal": {"signal": _TEXT},
+    "log": {"text": _TEXT},
+    "trouble": {"text": _TEXT},
+    "missing": {"ranks": (list,)},
+    "stacks": {"text": _TEXT},
+    "ended": {"code": (int, _NONE), "by_agent": (bool,), "tail": _TEXT},
+}
+# By "do", from the coordinator.
+ORDERS: dict[str, Fields] = {
+    "accept": {"proof": _TEXT},
+    "refuse": {"reason": _TEXT, "wrong_job": (bool,)},
+    "beat": {},
+    "start": {
+        "address": _TEXT, "port": _NUMBER, "environment": (dict,), "arguments": (list,), "logs": (str, _NONE),
+        "mark": _TEXT,
+    },
+    "together": {},
+    "stop": {"signal": _TEXT},
+    "stacks": {},
+    "end": {"grace": _SECONDS},
+    "log": {"logs": _TEXT, "mark": _TEXT},
+    "keep": {"rank": _NUMBER, "text": _TEXT},
+    "release": {"outcome": (dict,), "lost": (list,)},
+}  # fmt: skip
+_WORDS = {
+    "phase": get_args(Phase),
+    "status": get_args(Status),
+    "kind": get_args(Kind),
+    "signal": ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"),
+}
+
+
+def is_report(message: Message) -> bool:
+    """Whether an agent may say this."""
+    return _fits(message, REPORTS.get(str(message.get("is"))))
+
+
+def is_order(message: Message) -> bool:
+    """Whether the coordinator may say this."""
+    return _fits(message, ORDERS.get(str(message.get("do"))))
+
+
+def _fits(message: Message, fields: Fields | None) -> bool:
+    if fields is None:
+        return False
+    return all(
+        type(message.get(name)) in types and message[name] in _WORDS.get(name, (message[name],))
+        for name, types in fields.items()
+    ) and isinstance(message.get("text", ""), str)
+
+
+def make_room(descriptors: int) -> None:
+    """Raise the soft limit, usually 1,024, as far as is needed and the hard one allows."""
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < descriptors:
+        wanted = descriptors if most == resource.RLIM_INFINITY else min(descriptors, most)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), most))

@@ -18,10 +18,10 @@ from collections.abc import Callable
 from typing import Any
 
 from pipeline.base.problems import EXIT_WRONG_JOB
-from pipeline.cluster.agent.connection import MAX_UNSENT, Connection, Message
-from pipeline.cluster.agent.coordinator_settings import CoordinatorSettings, Limits
-from pipeline.cluster.agent.handshake_listener import HandshakeListener
-from pipeline.cluster.agent.messages import is_report
+from pipeline.cluster.agent.connection import MAX_UNSENT, Connection, Message, is_report
+from pipeline.cluster.agent.handshake import HandshakeListener
+from pipeline.cluster.agent.launch_spec import CoordinatorSettings, Limits
+from pipeline.cluster.agent.progress import HangDetector, StartPhases
 from pipeline.cluster.agent.rank_table import (
     RankState,
     RankTable,
@@ -29,9 +29,6 @@ from pipeline.cluster.agent.rank_table import (
     late_death,
     ranges,
 )
-from pipeline.cluster.agent.stacks import grouped_stacks
-from pipeline.cluster.agent.start_phases import StartPhases
-from pipeline.cluster.agent.step_watch import StepWatch
 from pipeline.cluster.outcome import Failure, Kind, Outcome
 
 # In the output folder: a folder for each start, in it a file for each rank.
@@ -39,8 +36,6 @@ LOGS_FOLDER = "logs"
 # After a first report, others may come in that were first.
 SETTLE_SECONDS = 1.0
 _SAME_WORLD = "give every host the same hostfile and the same options for it"
-# Between the question for the ranks' stacks and the end.
-STACKS_SECONDS = 3.0
 
 
 class Coordinator:
@@ -74,7 +69,7 @@ class Coordinator:
         self.port: int = self._listener.port
         self._agents: dict[int, Connection] = {}  # those that have gone included
         self._ranks: dict[Connection, int] = {}
-        self._watch = StepWatch(settings.step_timeout)
+        self._hang = HangDetector(settings.step_timeout)
         self._phases = StartPhases(say)
         self._logs: str | None = None
         self._mark = secrets.token_hex(8)
@@ -85,8 +80,6 @@ class Coordinator:
         self._stop: str | None = None
         self._settle: float | None = None  # when the first failure is told
         self._deadline: float | None = None  # when ranks that were to end are given up
-        self._asked_stacks: float | None = None
-        self._stacks: dict[int, str] = {}
         self._troubles: set[str] = set()
         self._homeless: set[int] = set()  # ranks whose logs came when there was no first host any more
 
@@ -239,7 +232,7 @@ class Coordinator:
         what = message.get("is")
         if what == "progress":
             state.phase, state.step, state.moved = message["phase"], message["step"], time.monotonic()
-            self._watch.progress(message["phase"], message["step"], state.moved)
+            self._hang.progress(message["phase"], message["step"], state.moved)
         elif what == "saved" and state.rank == 0:
             self.table.saved = max(message["step"], self.table.saved or 0)
         elif what == "folder" and state.rank == 0:
@@ -272,7 +265,7 @@ class Coordinator:
             where = self.table.places(rank for rank in message["ranks"] if type(rank) is int)
             self._say(f"No logs have come of {where}: what there is of them is in {self._logs} there.")
         elif what == "stacks":
-            self._stacks[state.rank] = message["text"]
+            self._hang.stacks(state.rank, message["text"])
         elif what == "ended":
             self._rank_ended(state, message)
 
@@ -324,7 +317,8 @@ class Coordinator:
             return
         self._check_silence(now)
         self._check_start(now)
-        self._check_progress(now)
+        if self.world_is_here and (hang := self._hang.look(self.table, now, self._ask_for_stacks)):
+            self._fail(hang)
         if not self.table.failures and self.master is not None:
             self._phases.look(self.table.states.get(0), now)
         if self._settle is not None and now >= self._settle:
@@ -356,27 +350,8 @@ class Coordinator:
         message = f"ranks {ranges(missing)} have not reported {limit:.0f} s after {after}"
         self.end("died", message, missing[0])
 
-    def _check_progress(self, now: float) -> None:
-        if self._asked_stacks is not None:
-            missing = [s.rank for s in self.table.running if s.rank not in self._stacks]
-            if not missing or now - self._asked_stacks > STACKS_SECONDS:
-                self._asked_stacks = None
-                self._tell_hang()
-            return
-        running = self.table.running
-        if self.table.failures or not running or not self.world_is_here:
-            return
-        self._watch.note_phases({state.phase for state in running})
-        if self._watch.is_hung(now, self.table.moved):
-            self._asked_stacks = now
-            self._broadcast(do="stacks")
-
-    def _tell_hang(self) -> None:
-        groups = grouped_stacks(self._stacks, [state.rank for state in self.table.running])
-        waited = time.monotonic() - self.table.moved
-        step = self.table.step
-        message = f"no progress for {waited:.0f} s after step {step} ({groups.summary})"
-        self._fail(Failure("hung", groups.suspect, step, message, groups.text, time.monotonic()))
+    def _ask_for_stacks(self) -> None:
+        self._broadcast(do="stacks")
 
     def _fail(self, failure: Failure) -> None:
         self.table.failures.append(failure)

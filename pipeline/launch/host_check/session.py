@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO
 
-from pipeline.cluster.agent.descriptors import make_room
+from pipeline.cluster.agent.connection import make_room
 
 CONNECT_SECONDS = 10
 # A peer that answers nothing for 2 x 5 seconds is gone.

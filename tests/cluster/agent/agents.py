@@ -14,9 +14,8 @@ from types import MappingProxyType
 import pytest
 
 from pipeline.cluster.agent.coordinator import Coordinator
-from pipeline.cluster.agent.coordinator_settings import CoordinatorSettings
-from pipeline.cluster.agent.credential import introduce
-from pipeline.cluster.agent.launch_spec import LaunchSpec, encode
+from pipeline.cluster.agent.handshake import introduce
+from pipeline.cluster.agent.launch_spec import CoordinatorSettings, LaunchSpec, encode
 from pipeline.cluster.outcome import Outcome
 
 STAND_IN = Path(__file__).with_name("stand_in.py")

@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 from pipeline.cluster.agent import coordinator as coordinator_module
-from pipeline.cluster.agent import handshake_listener
+from pipeline.cluster.agent import handshake
+from pipeline.cluster.agent.connection import ORDERS, is_order, is_report
 from pipeline.cluster.agent.coordinator import Coordinator
 from pipeline.cluster.agent.coordinator_client import CoordinatorClient
-from pipeline.cluster.agent.coordinator_settings import CoordinatorSettings, Limits
-from pipeline.cluster.agent.credential import (
+from pipeline.cluster.agent.handshake import (
     forget_key,
     introduce,
     is_proven,
@@ -30,8 +30,7 @@ from pipeline.cluster.agent.credential import (
     proof,
     read_key,
 )
-from pipeline.cluster.agent.launch_spec import LaunchSpec
-from pipeline.cluster.agent.messages import ORDERS, is_order, is_report
+from pipeline.cluster.agent.launch_spec import CoordinatorSettings, LaunchSpec, Limits
 from pipeline.cluster.agent.socket_owner import comes_from_another_user, is_inside, leads_to_another_user
 from pipeline.cluster.rank_environment import RankEnvironment
 
@@ -78,20 +77,20 @@ def test_a_crowd_that_says_nothing_keeps_no_rank_out(coordinator: Coordinator) -
     with contextlib.ExitStack() as stack:
         crowd = [
             stack.enter_context(contextlib.closing(connect(coordinator)))
-            for _ in range(3 * handshake_listener.MORE_STRANGERS)
+            for _ in range(3 * handshake.MORE_STRANGERS)
         ]
-        until(coordinator, lambda: len(coordinator._listener) == handshake_listener.MORE_STRANGERS + 2)
+        until(coordinator, lambda: len(coordinator._listener) == handshake.MORE_STRANGERS + 2)
         agent = stack.enter_context(contextlib.closing(connect(coordinator)))
         agent.sendall(hello())
         until(coordinator, lambda: 1 in coordinator.table.states)
-        assert sum(is_let_go(each) for each in crowd) >= 2 * handshake_listener.MORE_STRANGERS - 2
+        assert sum(is_let_go(each) for each in crowd) >= 2 * handshake.MORE_STRANGERS - 2
         assert coordinator.table.failures == [] and not is_let_go(agent)
 
 
 def test_a_client_that_is_stuck_is_parted_with(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handshake_listener, "STRANGER_SECONDS", 0.3)
+    monkeypatch.setattr(handshake, "STRANGER_SECONDS", 0.3)
     with contextlib.closing(connect(coordinator)) as stuck:
         stuck.sendall(hello()[:20])
         until(coordinator, lambda: len(coordinator._listener) == 1)
@@ -254,7 +253,7 @@ def test_a_key_is_read_from_a_file_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_a_key_in_memory_is_there_for_this_users_processes(tmp_path: Path) -> None:
-    read = "import sys; from pipeline.cluster.agent.credential import read_key; print(read_key(sys.argv[1]))"
+    read = "import sys; from pipeline.cluster.agent.handshake import read_key; print(read_key(sys.argv[1]))"
     with key_in_memory(KEY) as path:
         forget_key(path)
         done = subprocess.run([sys.executable, "-c", read, path], capture_output=True, text=True, check=True)
@@ -306,10 +305,8 @@ def test_without_a_key_another_user_of_the_machine_is_turned_away(address: str) 
 
 def test_orders_and_reports_that_are_in_use_make_sense() -> None:
     """The tables know every kind that the code sends."""
-    source = Path(handshake_listener.__file__).parent
-    coordinator_says = (source / "coordinator.py").read_text() + (
-        source / "handshake_listener.py"
-    ).read_text()
+    source = Path(handshake.__file__).parent
+    coordinator_says = (source / "coordinator.py").read_text() + (source / "handshake.py").read_text()
     kinds = set(re.findall(r'do="(\w+)"', coordinator_says))
     assert "release" in kinds and kinds <= set(ORDERS)
     assert is_order({"do": "beat"}) and not is_order({"do": "dance"})
