@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -64,6 +67,44 @@ class StartMismatch(RuntimeError):
 
 class WeightsMismatch(RuntimeError):
     """Hosts that must begin with the same weights do not see the same files."""
+
+
+class JobMismatch(RuntimeError):
+    """Ranks that must run the same job have resolved different ones."""
+
+
+def agree_on_job(facts: Mapping[str, Any]) -> None:
+    """Compare what each rank has resolved from its files: one may have been edited while ranks started.
+
+    Collective over all ranks, before process groups are made: ranks of two layouts would wait for each other.
+
+    Args:
+        facts: Values that all ranks must have, by name.
+
+    Raises:
+        JobMismatch: on every rank alike, naming the ranks that differ from rank 0, and in what.
+    """
+    values = {name: json.dumps(value, sort_keys=True) for name, value in facts.items()}
+    digests = _of_all_ranks(hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest())
+    odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if not odd:
+        return
+    all_values = _of_all_ranks(values)
+    first, other = all_values[0], all_values[odd[0]]
+    changed = sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name))
+    shown = "; ".join(
+        f"{name} {first.get(name)} on rank 0, {other.get(name)} on rank {odd[0]}" for name in changed
+    )
+    raise JobMismatch(
+        f"ranks {odd} have read another job than rank 0 ({shown}): one of its files is another one on their "
+        f"hosts, or was changed while ranks started"
+    )
+
+
+def _of_all_ranks(value: T) -> list[T]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def agree_on_weights(parallel: Parallel, fingerprint: str) -> None:

@@ -29,6 +29,28 @@ def settings_of(job: Job) -> dict[str, Any]:
     return {**dict(_flat(nested)), **_loss_scale(job)}
 
 
+def common_facts(job: Job) -> dict[str, Any]:
+    """What every rank must have resolved alike: what the job is, and what decides the order of collectives.
+
+    Flat, as plain JSON values. Paths of data may differ from host to host: its tokens are compared when read.
+    """
+    settings = {key: value for key, value in settings_of(job).items() if not key.startswith("data.")}
+    shape = {
+        "layout": asdict(job.mesh),
+        "stages": list(job.stages),
+        "pipeline_schedule": job.pipeline_schedule,
+        "precision": {"compute": job.precision.compute, "accumulation": job.precision.accumulation},
+        "deepspeed": job.deepspeed,
+        "eval_interval": job.eval_interval,
+        "eval_samples": job.data.eval_samples,
+        "validation": [each.name for each in job.data.validation],
+        "save_interval": job.saves.interval,
+        "async_save": job.saves.in_background,
+        "sample_tokens": job.reporting.sample_tokens,
+    }
+    return {**job.identity, **settings, **dict(_flat(shape))}
+
+
 def _loss_scale(job: Job) -> dict[str, Any]:
     """What acts on the loss scale of an fp16 job, with the defaults of what is left out."""
     if job.precision.compute != "fp16":

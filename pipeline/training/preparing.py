@@ -17,9 +17,10 @@ from pipeline.cluster.agent.rank_link import RankLink
 from pipeline.cluster.rank_environment import RankEnvironment
 from pipeline.data.remote_cache import RemoteCache
 from pipeline.data.training_data import TrainingData
-from pipeline.engine.agreement import agree_on_start
+from pipeline.engine.agreement import agree_on_job, agree_on_start
 from pipeline.engine.distributed import share_cores, start_distributed
 from pipeline.job.job import Job
+from pipeline.job.run_settings import common_facts
 from pipeline.job.stop_file import read_stamp, stamp_of, stop_path
 from pipeline.parallel.context import Parallel
 from pipeline.training.console import Console, make_console
@@ -141,6 +142,7 @@ def _meet(job: Job, environment: RankEnvironment) -> Parallel:
     if job.world.device == "cpu":
         share_cores(environment.local_size)
     start_distributed(job.world.device, environment.local_rank, GROUP_TIMEOUT)
+    agree_on_job(common_facts(job))
     return Parallel.create(job.mesh, GROUP_TIMEOUT)
 
 

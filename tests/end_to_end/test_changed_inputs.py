@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipeline.data.tokenizer import ByteTokenizer
-from tests.end_to_end.jobs import Workshop, run_faulty_job, write_text
+from tests.end_to_end.jobs import Workshop, replace_argument, run_faulty_job, write_text
 from tests.harness import run_job
 
 MODEL = {"model_type": "gpt2", "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 257}
@@ -102,3 +102,24 @@ def test_files_changed_after_the_start_change_nothing(
     said = run_job(arguments(shop, "run", *more, steps=STEPS + 2), 1).check().stdout[0]
     assert "resumed from" in said and "data." not in said, "only the length is another one"
     assert shop.steps("run") == shop.steps("whole")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"gradient_clipping": 0.5}, "gradient_clipping 1.0 on rank 0, 0.5 on rank 1"),
+        ({"pipeline": {"stages": 2}}, "layout.pipeline 1 on rank 0, 2 on rank 1"),
+    ],
+    ids=["another number", "another layout"],
+)
+def test_a_file_changed_while_ranks_start_ends_them_all(
+    change: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    shop = Workshop(tmp_path)
+    before, after = shop.config("before"), shop.config("after", **change)
+    result = run_faulty_job(shop.arguments("run", before), 2, replace_argument, 1, before, after)
+    assert result.exit_codes == (1, 1)
+    for stderr in result.stderr:
+        assert "JobMismatch: ranks [1] have read another job than rank 0" in stderr
+        assert said in stderr
+    assert not (tmp_path / "run" / "run.json").exists()
