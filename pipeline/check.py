@@ -20,8 +20,8 @@ from pipeline.job.report import console, print_problems
 from pipeline.launch.environment import environment_problems, examine_environment, training_devices
 from pipeline.launch.environment_table import environment_table
 from pipeline.launch.host_check.host_check import HostCheck, hosts_table, way_to
-from pipeline.launch.network_test.network_test import run_fabric_test
-from pipeline.launch.network_test.report import fabric_problems, fabric_tables
+from pipeline.launch.network_test.network_test import run_network_test
+from pipeline.launch.network_test.report import network_problems, network_tables
 from pipeline.launch.preflight import check, check_with_hosts, print_draft, read_arguments
 
 PROGRAM = "python -m pipeline.check"
@@ -73,12 +73,12 @@ def check_links(found: HostCheck, launcher: LauncherOptions) -> list[Problem]:
     if found.errors:
         console().print("The links between hosts are tried when the hosts have no error.")
         return []
-    tested = run_fabric_test(
+    tested = run_network_test(
         found.world, way_to(found.world, launcher), found.addresses,
         launcher.master_port or found.port or free_port(), found.exported,
     )  # fmt: skip
-    console().print(*fabric_tables(tested), sep="\n")
-    return fabric_problems(tested)
+    console().print(*network_tables(tested), sep="\n")
+    return network_problems(tested)
 
 
 def check_environment() -> int:

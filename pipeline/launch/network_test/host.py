@@ -13,16 +13,15 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from pipeline.cluster.agent.connection import listen
+from pipeline.launch.host_check.probe import connect
 
-MARK = "FABRIC:"
-_CONNECT_SECONDS = 5
+MARK = "NETWORK-TEST:"
 
 
 def main() -> int:
@@ -34,7 +33,7 @@ def main() -> int:
     _say({"at": "listening", "host": request["host"], "port": server.getsockname()[1], "load": load})
     hosts = _told()["hosts"]
     with ThreadPoolExecutor(max_workers=len(hosts)) as pool:
-        reasons = list(pool.map(_connect, hosts))
+        reasons = list(pool.map(connect, hosts))
     unreached = {number: reason for number, reason in enumerate(reasons) if reason}
     _say({"at": "connected", "host": request["host"], "unreached": unreached})
     _told()
@@ -53,14 +52,6 @@ def _told() -> dict[str, Any]:
 def _say(event: dict[str, Any]) -> None:
     """One event, in one write: ranks share the pipe."""
     os.write(1, f"{MARK}{json.dumps(event)}\n".encode())
-
-
-def _connect(address: tuple[str, int]) -> str | None:
-    try:
-        socket.create_connection(tuple(address), _CONNECT_SECONDS).close()
-    except OSError as error:
-        return os.strerror(error.errno) if (error.errno or 0) > 0 else str(error)
-    return None
 
 
 def _run_ranks(request: dict[str, Any]) -> int:

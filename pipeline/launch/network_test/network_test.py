@@ -1,6 +1,6 @@
-"""The test of the links between a job's ranks: starts a process per slot for a few seconds. No torch here.
+"""The network test, of the links between a job's ranks: starts a process per slot for a few seconds.
 
-here ──ssh──> fabric_host on each host ──fork──> a rank per slot
+here ──ssh──> host.py on each host ──fork──> a rank per slot
      <─────── events: reached, joined, bandwidths, failures
 """
 
@@ -19,8 +19,9 @@ from pipeline.job.resolve import PROJECT
 from pipeline.job.world import World
 from pipeline.launch.host_check.ask import Way
 from pipeline.launch.host_check.session import Session, close_all, failure_of, room_for
+from pipeline.launch.network_test.host import MARK
 
-FABRIC_SECONDS = 120
+LEAST_SECONDS = 120
 # Three times at most (hosts + 1) x slots rounds; the first make a connection for each pair.
 _SECONDS_PER_SLOT = 0.5
 # Room above the ranks' own limit, so that their words about it arrive.
@@ -28,11 +29,10 @@ _LONGER_SECONDS = 10
 _CONNECT_SECONDS = 45
 _GRACE_SECONDS = 2.0
 _POLL_SECONDS = 0.05
-_MARK = "FABRIC:"
 
 
 @dataclass
-class FabricTest:
+class NetworkTest:
     """What the hosts and ranks said.
 
     Attributes:
@@ -51,14 +51,14 @@ class FabricTest:
     loads: dict[int, float] = field(default_factory=dict)
 
 
-def run_fabric_test(
+def run_network_test(
     world: World,
     way: Way,
     addresses: Sequence[str],
     port: int,
     environment: Mapping[str, str],
     seconds: int | None = None,
-) -> FabricTest:
+) -> NetworkTest:
     """Try every link of `world`; ends after at most about `seconds`, and leaves no process behind.
 
     Args:
@@ -68,7 +68,7 @@ def run_fabric_test(
         environment: Variables for the ranks.
         seconds: None: `time_limit`.
     """
-    found = FabricTest(world)
+    found = NetworkTest(world)
     seconds = time_limit(world) if seconds is None else seconds
     deadline = time.monotonic() + seconds + _LONGER_SECONDS
     program = f"{shlex.quote(sys.executable)} -m pipeline.launch.network_test.host"
@@ -77,7 +77,7 @@ def run_fabric_test(
     room_for(len(world.hosts))
     try:
         for host in world.hosts:
-            sessions.append(Session(way(host, script), _MARK))
+            sessions.append(Session(way(host, script), MARK))
         for number, session in enumerate(sessions):
             session.say(json.dumps(_request(world, number, addresses[0], port, environment, seconds)))
         if _connect(found, sessions, addresses) and not found.unreached:
@@ -91,7 +91,7 @@ def run_fabric_test(
 def time_limit(world: World) -> int:
     """Seconds that the test of so many links may take; it takes much less where all of them are well."""
     slots = max(host.slots for host in world.hosts)
-    return FABRIC_SECONDS + math.ceil(_SECONDS_PER_SLOT * slots * (len(world.hosts) + 1))
+    return LEAST_SECONDS + math.ceil(_SECONDS_PER_SLOT * slots * (len(world.hosts) + 1))
 
 
 def _request(
@@ -110,7 +110,7 @@ def _request(
     }
 
 
-def _connect(found: FabricTest, sessions: Sequence[Session], addresses: Sequence[str]) -> bool:
+def _connect(found: NetworkTest, sessions: Sequence[Session], addresses: Sequence[str]) -> bool:
     """Let every host connect to every other; whether all of them answered."""
     ports = _answers(found, sessions)
     if len(ports) < len(sessions):
@@ -126,7 +126,7 @@ def _connect(found: FabricTest, sessions: Sequence[Session], addresses: Sequence
     return len(answers) == len(sessions)
 
 
-def _answers(found: FabricTest, sessions: Sequence[Session]) -> list[dict[str, Any]]:
+def _answers(found: NetworkTest, sessions: Sequence[Session]) -> list[dict[str, Any]]:
     """The next answer of each host; those without one are noted."""
     deadline = time.monotonic() + _CONNECT_SECONDS
     answers = []
@@ -138,7 +138,7 @@ def _answers(found: FabricTest, sessions: Sequence[Session]) -> list[dict[str, A
     return answers
 
 
-def _measure(found: FabricTest, sessions: Sequence[Session], deadline: float) -> None:
+def _measure(found: NetworkTest, sessions: Sequence[Session], deadline: float) -> None:
     """Start the ranks and take down what they say, until all have ended or one has failed."""
     found.started = True
     for session in sessions:

@@ -1,4 +1,4 @@
-"""What the test of the links found: which are wrong, cut or slow, and the bandwidths. rich; no torch."""
+"""What the network test found: which links are wrong, cut or slow, and the bandwidths."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.text import Text
 
 from pipeline.base.problems import Problem
 from pipeline.base.words import few
-from pipeline.launch.network_test.network_test import FabricTest
+from pipeline.launch.network_test.network_test import NetworkTest
 
 # A link that is below this share of the median of its kind in every round is named.
 SLOW_SHARE = 0.5
@@ -22,10 +22,11 @@ BUSY = 1.0
 # Hosts of a matrix that still fits a terminal.
 MATRIX_HOSTS = 12
 _KINDS = {"world": "all ranks", "host": "inside hosts", "slot": "between hosts"}
+_SUMMARY = ("slowest", "median", "fastest")
 Pair = tuple[int, int]
 
 
-def fabric_problems(found: FabricTest) -> list[Problem]:
+def network_problems(found: NetworkTest) -> list[Problem]:
     """Errors for what is cut, fails or gives wrong sums; warnings for what is slow."""
     problems = [*_silent(found), *_unreached(found)]
     if found.started:
@@ -36,7 +37,7 @@ def fabric_problems(found: FabricTest) -> list[Problem]:
     return problems
 
 
-def _busy(found: FabricTest) -> list[Problem]:
+def _busy(found: NetworkTest) -> list[Problem]:
     """CPU hosts that had more to do than cores before the test came."""
     if found.world.device != "cpu":
         return []
@@ -53,13 +54,14 @@ def _busy(found: FabricTest) -> list[Problem]:
     ]
 
 
-def _silent(found: FabricTest) -> Iterator[Problem]:
+def _silent(found: NetworkTest) -> Iterator[Problem]:
     for number, why in found.silent:
         name = found.world.hosts[number].name
-        yield Problem(f"{name}: fabric", "no answer", why, "See what --hosts says of it, then try again")
+        remedy = "See what --hosts says of it, then try again"
+        yield Problem(f"{name}: network test", "no answer", why, remedy)
 
 
-def _unreached(found: FabricTest) -> Iterator[Problem]:
+def _unreached(found: NetworkTest) -> Iterator[Problem]:
     hosts = found.world.hosts
     for source, target, reason in found.unreached:
         rule = f"{hosts[source].name} makes no connection to {hosts[target].name}, which listens"
@@ -67,7 +69,7 @@ def _unreached(found: FabricTest) -> Iterator[Problem]:
         yield Problem(f"{hosts[source].name} -> {hosts[target].name}", reason, rule, remedy)
 
 
-def _failed(found: FabricTest) -> Iterator[Problem]:
+def _failed(found: NetworkTest) -> Iterator[Problem]:
     """The first failures; the others are their consequences. Without any, the ranks that hang."""
     failures = [event for event in found.events if event["at"] == "failed"]
     killed = [event for event in found.events if event["at"] == "ended" and event["code"] < 0]
@@ -92,7 +94,7 @@ def _failed(found: FabricTest) -> Iterator[Problem]:
         yield Problem(names, at, f"no end after '{at}': a link of theirs swallows what is sent", remedy)
 
 
-def _wrong(found: FabricTest) -> Iterator[Problem]:
+def _wrong(found: NetworkTest) -> Iterator[Problem]:
     parts = "memory and network cards" if found.world.device == "cpu" else "memory, GPUs and network cards"
     remedy = f"Take the host out, and test its {parts}"
     for event in found.events:
@@ -106,7 +108,7 @@ def _wrong(found: FabricTest) -> Iterator[Problem]:
         yield Problem(key, "wrong", rule, remedy)
 
 
-def host_pairs(found: FabricTest) -> dict[Pair, list[float]]:
+def host_pairs(found: NetworkTest) -> dict[Pair, list[float]]:
     """Bandwidths of the sends from host to host, in bytes/s, of each link the best round; from a host to
     itself: between its ranks."""
     links: dict[Pair, float] = {}
@@ -120,7 +122,7 @@ def host_pairs(found: FabricTest) -> dict[Pair, list[float]]:
     return pairs
 
 
-def _slow_sends(found: FabricTest) -> Iterator[Problem]:
+def _slow_sends(found: NetworkTest) -> Iterator[Problem]:
     """One line for a host whose every link is slow, else one for each pair of hosts."""
     pairs = host_pairs(found)
     for inside in (False, True):
@@ -134,7 +136,7 @@ def _slow_sends(found: FabricTest) -> Iterator[Problem]:
 
 
 def _name_slow(
-    found: FabricTest, slow: Mapping[Pair, float], kind: Mapping[Pair, Sequence[float]], median: float
+    found: NetworkTest, slow: Mapping[Pair, float], kind: Mapping[Pair, Sequence[float]], median: float
 ) -> Iterator[Problem]:
     hosts = found.world.hosts
     bad = [number for number in range(len(hosts)) if _all_slow(number, slow, kind)]
@@ -146,10 +148,8 @@ def _name_slow(
         yield Problem(hosts[number].name, _rate(rate), rule, remedy, "warning")
     for (source, target), rate in slow.items():
         if source not in bad and target not in bad:
-            inside = source == target
-            key = (
-                f"inside {hosts[source].name}" if inside else f"{hosts[source].name} -> {hosts[target].name}"
-            )
+            one, other = hosts[source].name, hosts[target].name
+            key = f"inside {one}" if source == target else f"{one} -> {other}"
             rule = f"a link there is slow: the median of its kind is {_rate(median)}"
             yield Problem(key, _rate(rate), rule, remedy, "warning")
 
@@ -160,7 +160,7 @@ def _all_slow(number: int, slow: Mapping[Pair, float], kind: Mapping[Pair, Seque
     return len(own) > 2 and all(pair in slow for pair in own)
 
 
-def _slow_groups(found: FabricTest) -> Iterator[Problem]:
+def _slow_groups(found: NetworkTest) -> Iterator[Problem]:
     remedy = "See the sends of the same ranks"
     if found.world.device == "cuda":
         remedy += "; where they are fast, NCCL_DEBUG=INFO shows the way that NCCL takes"
@@ -175,7 +175,7 @@ def _slow_groups(found: FabricTest) -> Iterator[Problem]:
                 yield Problem(key, _rate(rate), rule, remedy, "warning")
 
 
-def collectives(found: FabricTest) -> dict[tuple[str, str], dict[tuple[int, ...], float]]:
+def collectives(found: NetworkTest) -> dict[tuple[str, str], dict[tuple[int, ...], float]]:
     """Bandwidth of each group's slowest rank in the best round, by collective and kind of group."""
     rounds: dict[tuple[str, str, tuple[int, ...]], dict[int, float]] = defaultdict(dict)
     for event in found.events:
@@ -188,57 +188,55 @@ def collectives(found: FabricTest) -> dict[tuple[str, str], dict[tuple[int, ...]
     return result
 
 
-def fabric_tables(found: FabricTest) -> Iterator[Table]:
+def network_tables(found: NetworkTest) -> Iterator[Table]:
     """Collectives, then sends from host to host, the slowest link of each pair, in GB/s; none of a test that
     measured nothing."""
     if not collectives(found):
         return
-    table = Table(box=None, title="Collectives, GB/s per rank", title_justify="left", title_style="bold")
-    for heading in ("", "slowest", "median", "fastest"):
-        table.add_column(heading, justify="right" if heading else "left")
+    table = _table("Collectives, GB/s per rank", _SUMMARY)
     for (name, kind), groups in collectives(found).items():
-        rates = sorted(groups.values())
-        shown = (rates[0], statistics.median(rates), rates[-1])
-        table.add_row(f"{name}, {_KINDS[kind]}", *(f"{rate / 1e9:.3g}" for rate in shown))
+        table.add_row(f"{name}, {_KINDS[kind]}", *_summary(list(groups.values())))
     yield table
-    if not host_pairs(found):
-        return
-    yield _matrix(found) if len(found.world.hosts) <= MATRIX_HOSTS else _summary(found)
+    if pairs := host_pairs(found):
+        yield _sends_table([host.name for host in found.world.hosts], pairs)
 
 
-def _matrix(found: FabricTest) -> Table:
-    hosts, pairs = found.world.hosts, host_pairs(found)
-    table = Table(box=None, title="Sends, GB/s", title_justify="left", title_style="bold")
-    for heading in ("", *(host.name for host in hosts)):
-        table.add_column(heading, justify="right" if heading else "left")
-    for source, host in enumerate(hosts):
-        cells = [pairs.get((source, target)) for target in range(len(hosts))]
-        table.add_row(Text(host.name), *(f"{min(rates) / 1e9:.3g}" if rates else "-" for rates in cells))
-    return table
-
-
-def _summary(found: FabricTest) -> Table:
-    table = Table(box=None, title="Sends, GB/s", title_justify="left", title_style="bold")
-    for heading in ("", "slowest", "median", "fastest"):
-        table.add_column(heading, justify="right" if heading else "left")
+def _sends_table(hosts: Sequence[str], pairs: Mapping[Pair, Sequence[float]]) -> Table:
+    if len(hosts) <= MATRIX_HOSTS:
+        table = _table("Sends, GB/s", hosts)
+        for source, name in enumerate(hosts):
+            cells = [pairs.get((source, target)) for target in range(len(hosts))]
+            table.add_row(Text(name), *(_gigabytes(min(rates)) if rates else "-" for rates in cells))
+        return table
+    table = _table("Sends, GB/s", _SUMMARY)
     for name, inside in (("between hosts", False), ("inside hosts", True)):
-        rates = [
-            rate
-            for pair, each in host_pairs(found).items()
-            if (pair[0] == pair[1]) == inside
-            for rate in each
-        ]
-        if rates:
-            shown = (min(rates), statistics.median(rates), max(rates))
-            table.add_row(name, *(f"{rate / 1e9:.3g}" for rate in shown))
+        kind = [rates for pair, rates in pairs.items() if (pair[0] == pair[1]) == inside]
+        if rates := [rate for each in kind for rate in each]:
+            table.add_row(name, *_summary(rates))
     return table
+
+
+def _table(title: str, headings: Sequence[str]) -> Table:
+    table = Table(box=None, title=title, title_justify="left", title_style="bold")
+    table.add_column("")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    return table
+
+
+def _summary(rates: Sequence[float]) -> list[str]:
+    return [_gigabytes(each) for each in (min(rates), statistics.median(rates), max(rates))]
+
+
+def _gigabytes(rate: float) -> str:
+    return f"{rate / 1e9:.3g}"
 
 
 def _rate(rate: float) -> str:
-    return f"{rate / 1e9:.3g} GB/s"
+    return f"{_gigabytes(rate)} GB/s"
 
 
-def _host(found: FabricTest, rank: int) -> int:
+def _host(found: NetworkTest, rank: int) -> int:
     ends = 0
     for number, host in enumerate(found.world.hosts):
         ends += host.slots
@@ -247,9 +245,9 @@ def _host(found: FabricTest, rank: int) -> int:
     raise ValueError(f"rank {rank} is not one of {found.world.size}")
 
 
-def _name(found: FabricTest, rank: int) -> str:
+def _name(found: NetworkTest, rank: int) -> str:
     return f"rank {rank} ({found.world.hosts[_host(found, rank)].name})"
 
 
-def _link(found: FabricTest, source: int, target: int) -> str:
+def _link(found: NetworkTest, source: int, target: int) -> str:
     return f"{_name(found, source)} -> {_name(found, target)}"

@@ -54,7 +54,7 @@ def test_a_cut_link_is_named_and_the_others_are_not(make_hosts) -> None:
 def test_nothing_outlives_the_one_who_asked(hosts: Hosts, number: signal.Signals) -> None:
     check = hosts.start("h0", command(hosts, 2), cwd=PROJECT)
     # One for the host and one for each of its slots.
-    hosts.wait_until(lambda: sum("fabric_host" in each for each in hosts.processes("h2")) == 3, 60)
+    hosts.wait_until(lambda: sum("network_test.host" in each for each in hosts.processes("h2")) == 3, 60)
     check.send_signal(number)
     check.wait(20)
     hosts.wait_until(lambda: hosts.processes("h1") == hosts.processes("h2") == [], 15)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from pipeline.launch.network_test import rank as fabric
+from pipeline.launch.network_test import rank as rank_module
 from pipeline.launch.network_test.rank import ROUNDS, Place, groups, run_rank, send_rounds, tournament
 from tests.harness import run_ranks
 
@@ -60,7 +60,7 @@ def try_links(slots: tuple[int, ...], fault: str = "") -> list[dict[str, Any]]:
     """What one rank says; on rank 1 the operation `fault` spoils one element of its result."""
     rank = int(os.environ["RANK"])
     if fault and rank == 1:
-        owner = fabric if fault == "_exchange" else dist
+        owner = rank_module if fault == "_exchange" else dist
         setattr(owner, fault, _spoiled(getattr(owner, fault), 1 if fault == "_exchange" else 0))
     said: list[dict[str, Any]] = []
     port = int(os.environ["MASTER_PORT"])
