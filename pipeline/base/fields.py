@@ -373,7 +373,7 @@ def build(record: type[R], values: Mapping[str, Any], written: Mapping[str, Any]
             if field.block is not None and isinstance(value, dict):
                 value = build(field.block, value, written[name])
             object.__setattr__(made, name, value)
-        elif name not in written:
+        elif name not in written and field.default is not MISSING:
             default = field.default
             object.__setattr__(
                 made, name, copy.copy(default) if isinstance(default, (list, dict)) else default

@@ -42,10 +42,8 @@ def resolve_learning(facts: Facts, train_steps: int | None, batch: Batch | None)
     lr, betas = facts.config.optimizer.params.lr, facts.config.optimizer.params.betas
     if betas != AUTO and len(betas) != 2:
         raise Undecided("optimizer.params.betas")
-    scheduler = facts.config.scheduler
-    block = {"type": scheduler.type, "params": scheduler.params}
     result = build_schedule(
-        None if facts.settings.absent("scheduler") else block,
+        facts.config.scheduler,
         optimizer_lr=None if lr == AUTO else lr,
         train_steps=train_steps or ENDLESS,
         defaults=facts.defaults,

@@ -13,6 +13,7 @@ from pipeline.base.words import did_you_mean
 from pipeline.job.job import Resolved
 from pipeline.job.model_presets import TrainingDefaults
 from pipeline.job.schedules import SCHEDULES, ConstantLR, LearningRate, parameters
+from pipeline.job.schema import Scheduler
 
 PEAK_NAMES = ("warmup_max_lr", "cycle_max_lr")
 
@@ -53,7 +54,7 @@ class ScheduleResult:
 
 
 def build_schedule(
-    block: dict[str, Any] | None,
+    block: Scheduler | None,
     *,
     optimizer_lr: float | None,
     train_steps: int,
@@ -63,15 +64,17 @@ def build_schedule(
     """The schedule that the block describes; the constant rate without one.
 
     Args:
-        block: ``{"type": ..., "params": {...}}``, the type None or one of those that there are; None if the
-            JSON has none.
+        block: None if the JSON has none.
         optimizer_lr: ``optimizer.params.lr`` if it is a number; None for "auto" or absent.
         train_steps: Length of the run.
         defaults: The model's usual settings, None if it has none.
         where: Dotted key -> what problems call it (file and line).
+
+    Raises:
+        Undecided: the block's type or its parameters were refused.
     """
     builder = _Builder(optimizer_lr, train_steps, defaults, where)
-    schedule = builder.constant() if block is None else builder.from_block(block)
+    schedule = builder.constant() if block is None else builder.from_block(block.type, block.params)
     if any(problem.severity == "error" for problem in builder.problems):
         schedule = None
     return ScheduleResult(schedule, tuple(builder.resolved), tuple(builder.problems))
@@ -100,12 +103,8 @@ class _Builder:
         rate = self.derive("peak", "optimizer.params.lr", {})
         return None if rate is None else ConstantLR(rate)
 
-    def from_block(self, block: dict[str, Any]) -> LearningRate | None:
-        kind = block["type"]
-        if kind is None:
-            self.refuse("scheduler.type", None, "is required", f"Choose from {', '.join(SCHEDULES)}")
-            return None
-        values = self.values(kind, block["params"])
+    def from_block(self, kind: str, params: dict[str, Any]) -> LearningRate | None:
+        values = self.values(kind, params)
         if values is None:
             return None
         self.problems += rule_problems(kind, values, self.train_steps, self.where)

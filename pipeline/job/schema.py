@@ -107,9 +107,7 @@ class Optimizer(Record):
 
 @dataclass(frozen=True, slots=True)
 class Scheduler(Record):
-    type: Annotated[str, Limits(choices=tuple(SCHEDULES))] | None = described(
-        None, "Name of the schedule.", default_text="required"
-    )
+    type: Annotated[str, Limits(choices=tuple(SCHEDULES))] = described(meaning="Name of the schedule.")
     params: dict[str, Any] = described(
         {}, "Its parameters, listed per schedule below.", default_text="absent"
     )
@@ -288,7 +286,9 @@ class DeepSpeedConfig(Record):
         None, "Format of the gradient reduction.", default_text="as grad_accum_dtype"
     )
     optimizer: Optimizer = described(Optimizer, "torch's optimizer. Absent: AdamW with the model's defaults.")
-    scheduler: Scheduler = described(Scheduler, "Learning rate as a function of the step. Absent: constant.")
+    scheduler: Scheduler | None = described(
+        None, "Learning rate as a function of the step. Absent: constant."
+    )
     lr_scaling: LrScaling = described(LrScaling, "Scale the learning rate with the batch.")
     pipeline: Pipeline = described(Pipeline, "Pipeline parallelism.")
     tensor_parallel: TensorParallel = described(TensorParallel, "Tensor slicing inside layers.")

@@ -15,12 +15,13 @@ from pipeline.job.schedules import (
     WarmupLR,
     parameters,
 )
+from pipeline.job.schema import Scheduler
 
 DEFAULTS = dataclasses.replace(PRESETS["tiny"].training, learning_rate=5e-3, warmup_steps=100)
 
 
 def _build(kind=None, params=None, *, lr=None, steps=1000, defaults=DEFAULTS):
-    block = None if kind is None else {"type": kind, "params": params or {}}
+    block = None if kind is None else Scheduler(kind, params or {})
     return build_schedule(block, optimizer_lr=lr, train_steps=steps, defaults=defaults)
 
 
@@ -93,7 +94,6 @@ CYCLE = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "cycle_first_step_size": 10
 
 # (type, params, key of the problem, part of its text)
 REFUSED = [
-    (None, {}, "scheduler.type", "is required"),
     ("WarmupLR", {"warmup_steps": 10}, "warmup_steps", "warmup_num_steps"),
     ("WarmupLR", {"last_batch_iteration": 3}, "last_batch_iteration", "checkpoint"),
     ("WarmupLR", {"warmup_num_steps": -1}, "warmup_num_steps", "at least 0"),
@@ -136,7 +136,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("kind", "params", "key", "text"), REFUSED)
 def test_refusals(kind, params, key, text):
-    block = {"type": kind, "params": params}
+    block = Scheduler(kind, params)
     result = build_schedule(block, optimizer_lr=None, train_steps=1000, defaults=DEFAULTS)
     assert result.schedule is None
     errors = [problem for problem in result.problems if problem.severity == "error"]
@@ -177,7 +177,7 @@ def test_warnings_leave_the_schedule(kind, params, key, text):
 
 
 def test_problems_carry_the_place_in_the_file():
-    block = {"type": "WarmupLR", "params": {"warmup_type": "x"}}
+    block = Scheduler("WarmupLR", {"warmup_type": "x"})
     result = build_schedule(
         block, optimizer_lr=None, train_steps=10, defaults=DEFAULTS, where=lambda key: f"{key} (f.json:3)"
     )

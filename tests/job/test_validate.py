@@ -87,6 +87,12 @@ def test_names_all_problems_at_once() -> None:
     assert len(problems) == 4
 
 
+def test_a_scheduler_has_a_type_and_a_problem_beside_it_hides_nothing() -> None:
+    _, (params, kind) = check({"scheduler": {"params": 3}})
+    assert "scheduler.params (f.json) = 3: must be an object" in params
+    assert "scheduler.type (f.json) = None: is required and was not given. Give one of WarmupLR" in kind
+
+
 def test_takes_whole_floats_as_integers() -> None:
     kept, problems = check({"zero_optimization": {"reduce_bucket_size": 5e8}})
     assert problems == []
