@@ -17,6 +17,7 @@ from typing import Annotated
 import tyro
 
 from pipeline.base.command import run_command
+from pipeline.base.fields import range_problems
 from pipeline.base.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem
 from pipeline.base.words import counted
 from pipeline.data.corpus import Corpus, data_problems, find_corpus
@@ -33,7 +34,7 @@ from pipeline.data.tokenizer import (
     tokenizer_facts,
 )
 from pipeline.data.tokenizer_training import train_tokenizer
-from pipeline.job.option_ranges import cache_problems
+from pipeline.job.options import BadRecord, Count, Gigabytes
 from pipeline.job.report import console, print_interruption, print_problems
 
 PROGRAM = "python -m pipeline.prepare"
@@ -54,13 +55,13 @@ class PrepareOptions:
     """Train a byte-level BPE of this many ids on the inputs first, and save it as PREFIX.tokenizer."""
     text_field: str = "text"
     """The field of JSON lines, and the column of Parquet files and datasets, that holds the text."""
-    on_bad_record: str = "stop"
+    on_bad_record: BadRecord = "stop"
     """stop: the first record that cannot be used ends it with a message; skip: they are counted."""
-    workers: int | None = None
+    workers: Count | None = None
     """Processes that tokenize. None: one for each core, or one for a small input."""
     cache_dir: str | None = None
     """Folder for local copies of inputs at s3://, gs:// and http(s):// addresses. None: PREFIX.remote."""
-    cache_size: float = 100.0
+    cache_size: Gigabytes = 100.0
     """Gigabytes that the copies may take; the least recently used ones make room."""
     inspect: bool = False
     """Print what is in the token files made, or in those given as inputs."""
@@ -112,13 +113,7 @@ def _problems(options: PrepareOptions) -> list[Problem]:
             for path in options.inputs
             if token_prefix(path) is None
         ]
-    if options.on_bad_record not in ("stop", "skip"):
-        problems.append(
-            Problem("on_bad_record", options.on_bad_record, "is neither stop nor skip", "Correct it")
-        )
-    problems += cache_problems(options.cache_size)
-    if options.workers is not None and options.workers < 1:
-        problems.append(Problem("workers", options.workers, "must be at least 1", "Raise --workers"))
+    problems += range_problems(options)
     if options.train_tokenizer is not None and options.output is None:
         rule = "is saved beside the token files"
         problems.append(Problem("train_tokenizer", options.train_tokenizer, rule, "Give --output PREFIX"))

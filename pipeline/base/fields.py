@@ -21,6 +21,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass
 from functools import cache
+from math import inf
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pipeline.base.problems import Problem
@@ -72,6 +73,7 @@ class Limits:
             return f"one of {', '.join(shown(choice) for choice in self.choices)}"
         lower = "" if self.low is None else f"{'above' if self.above else 'at least'} {self.low:g}"
         upper = "" if self.high is None else f"{'below' if self.below else 'at most'} {self.high:g}"
+        upper = "finite" if self.high == inf else upper
         return " and ".join(filter(None, (lower, upper, "not empty" if self.filled else "")))
 
 
@@ -345,6 +347,18 @@ def _check_inside(
 def value_problem(field: Field, value: object, where: str) -> Problem | None:
     """What is wrong with one value."""
     return type_problem(field, value, where) or range_problem(field, value, where)
+
+
+def range_problems(record: Any, where: Callable[[str], str] = str) -> Iterator[Problem]:
+    """What is out of range in the fields of a record that was made from values of the right types; of a list,
+    each item by itself."""
+    for name, field in fields_of(type(record)).items():
+        value = getattr(record, name)
+        if isinstance(value, tuple):
+            items = dataclasses.replace(field, forms=tuple(form.item for form in field.forms if form.item))
+            yield from filter(None, (range_problem(items, item, where(name)) for item in value))
+        elif value is not None and (problem := range_problem(field, value, where(name))):
+            yield problem
 
 
 class Record:

@@ -1,4 +1,4 @@
-"""Every option of a run, in one typed definition: the command line, its help and run.json come from it.
+"""Every option of a run, in one typed definition: command line, help, ranges and run.json come from it.
 
 Batch sizes, precision, ZeRO, optimizer, schedule, parallel degrees and monitors are not options: they
 belong to the DeepSpeed JSON, so that nothing is said twice.
@@ -7,112 +7,126 @@ belong to the DeepSpeed JSON, so that nothing is said twice.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar
 
 import tyro
 
+from pipeline.base.fields import Limits, fields_of, range_problems, type_problem
 from pipeline.base.problems import JobError, Problem
+from pipeline.base.user_input import exists, parse_duration
 from pipeline.base.words import did_you_mean
+from pipeline.job.stop_file import STAMP
 
 RUN_FILE = "run.json"
+
+Count = Annotated[int, Limits(1)]
+Amount = Annotated[int, Limits(0)]
+Share = Annotated[float, Limits(0, 1, below=True)]
+Gigabytes = Annotated[float, Limits(0, inf, above=True, below=True)]
+Name = Annotated[str, Limits(filled=True)]
+BadRecord = Annotated[str, Limits(choices=("stop", "skip"))]
+LONGEST_DAYS = 36500  # of --time_limit
+_DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
 @dataclass(frozen=True)
 class Options:
     """Pretrain a GPT with DeepSpeed: pipeline, data (ZeRO), sequence and tensor parallelism in one job."""
 
-    deepspeed_config: str = "ds_configs/zero1.json"
+    deepspeed_config: Name = "ds_configs/zero1.json"
     """DeepSpeed JSON: batch sizes, precision, ZeRO, optimizer, schedule and the parallel sizes. A relative
     path is looked up in the current folder, then in the project's."""
-    model: str = "auto"
+    model: Name = "auto"
     """Preset name, or a Hugging Face folder, whose weights and tokenizer are used where it has some, or a
     config.json, for random weights. auto: tiny on CPU, gpt2-124m on GPU."""
-    data: tuple[str, ...] = ()
+    data: tuple[Name, ...] = ()
     """What to train on: text, .jsonl[.gz|.zst] and .parquet files, folders of them, saved datasets folders,
     the PREFIX of Megatron token files, hub:NAME; files, folders and PREFIX at s3://, gs:// and http(s)://
     addresses, too. PATH=WEIGHT for each: a blend of sources with these shares of the samples. None: the
     source text of Python's standard library."""
-    data_blend: str | None = None
+    data_blend: Name | None = None
     """JSON of named sources and weights, instead of --data:
     {"sources": [{"name": "books", "data": "books.txt", "weight": 0.7}, ...]}."""
-    validation: tuple[str, ...] = ()
+    validation: tuple[Name, ...] = ()
     """Validation sets, NAME=PATH; a NAME may come several times. Each is evaluated and logged by its name."""
     tokenizer: str | None = None
     """bytes, or a Hugging Face tokenizer folder. None: the one saved beside token files, else the one in the
     model's folder, else bytes."""
     text_field: str = "text"
     """The field of JSON lines, and the column of Parquet files and datasets, that holds the text."""
-    on_bad_record: str = "stop"
+    on_bad_record: BadRecord = "stop"
     """stop: a record that cannot be used ends the run with a message; skip: it is left out and counted."""
-    cache_dir: str | None = None
+    cache_dir: Name | None = None
     """Folder, on a disk of each host, for copies of data at s3://, gs://, http:// and https:// addresses.
     None: data/remote in output_dir."""
-    cache_size: float = 100.0
+    cache_size: Gigabytes = 100.0
     """Gigabytes that the copies may take; the least recently used ones make room."""
-    seq_length: int | None = None
+    seq_length: Count | None = None
     """Tokens per sample. None: the model's usual training length."""
     document_mask: bool = False
     """Keep attention inside a document and begin its positions at 0, where a sample holds several."""
     mask_document_end: bool = False
     """Leave out of the loss what follows a document's last token: another document's beginning."""
-    train_steps: int | None = None
+    train_steps: Count | None = None
     """Optimizer steps of the whole run, resumed parts included. None: the model's default."""
-    train_tokens: int | None = None
+    train_tokens: Count | None = None
     """The run's length in tokens instead of steps; rounded up to whole steps."""
-    dropout: float | None = None
+    dropout: Share | None = None
     """Dropout rate (embedding, residual branches, attention), 0 to below 1. None: the model's."""
-    eval_interval: int | None = None
+    eval_interval: Amount | None = None
     """Steps between held-out losses; the last step always has one. 0: only the last. None: a tenth of the
     run."""
-    eval_samples: int = 64
+    eval_samples: Amount = 64
     """Held-out samples per evaluation (at most as many as there are); 0 turns evaluation off."""
-    eval_fraction: float | None = None
+    eval_fraction: Share | None = None
     """Share of each source's documents that is held out of training, 0 to below 1. None: 0.05, or 0 beside
     --validation."""
-    save_interval: int | None = None
+    save_interval: Amount | None = None
     """Steps between checkpoints; the last step always saves. None or 0: only the last."""
     async_save: bool = False
     """Write checkpoints while training goes on, from a copy in host memory: as many bytes as the files of a
     host's ranks take."""
-    save_failure: str = "continue"
+    save_failure: Annotated[str, Limits(choices=("continue", "stop"))] = "continue"
     """continue: a checkpoint that could not be saved is reported, and the run goes on; stop: it ends the run.
     One that the run would end with always does."""
-    time_limit: str | None = None
+    time_limit: Name | None = None
     """Save and stop before this time is over: 3600, 90m, 3h30m, 1-12:00:00. Counted from the launch; what the
     saving takes is kept free."""
-    stop_file: str | None = None
+    stop_file: Name | None = None
     """Save and stop when this file appears, or is touched again. None: STOP in output_dir, which is removed
     when the run has stopped."""
-    log_interval: int = 10
+    log_interval: Count = 10
     """Steps between lines on the console; metrics.jsonl has every step."""
     log_samples: bool = False
     """Write samples.jsonl: the samples of every step, by source and number."""
-    output_dir: str | None = None
+    output_dir: Name | None = None
     """Folder of the run. None: runs/<model name>, for a model folder runs/from_<its name>."""
-    resume: str = "auto"
+    resume: Name = "auto"
     """auto: from the newest checkpoint in output_dir if there is one; never: start at step 0, refusing a
     folder that holds checkpoints; or the path of a checkpoint."""
     allow_pickle: tuple[str, ...] = ()
     """MODULE.NAME of things that a checkpoint's files may call beyond those that DeepSpeed puts there. For
     files that you trust."""
-    keep_last: int | None = None
+    keep_last: Count | None = None
     """Checkpoints that are kept, the newest ones. None: all."""
-    keep_every: int | None = None
+    keep_every: Count | None = None
     """Beside those of keep_last: checkpoints whose step is a multiple of this."""
-    seed: int = 1234
+    seed: Amount = 1234
     """Seed of the initial weights, the sample order and dropout."""
-    sample_tokens: int = 200
+    sample_tokens: Amount = 200
     """Tokens of text generated after the last step; 0: none."""
     sample_prompt: str = "def "
     """The text that the generated sample continues."""
     print_config: bool = False
     """Print the dict that DeepSpeed receives."""
-    config: str | None = None
+    config: Name | None = None
     """A run.json: its options become the defaults, options given beside it win."""
-    started_at: float | None = None
+    started_at: Annotated[float, Limits(0, inf, below=True)] | None = None
     """When the job was launched, in seconds since 1970; ./launch.sh says so. None: when rank 0 started."""
     stop_stamp: str | None = None
     """What lay at the stop file's path when the job was launched; ./launch.sh says so. None: rank 0 looks
@@ -236,42 +250,47 @@ def from_json(saved: dict[str, Any], kind: type[O] = Options, source: str = RUN_
     Raises:
         JobError: unknown names and wrong types; all of them are listed.
     """
-    kinds = get_type_hints(kind)
+    known = fields_of(kind)
     values: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()
     }
-    problems = []
+    problems: list[Problem | None] = []
     for key, value in values.items():
-        if key not in kinds:
-            rule, remedy = "there is no such option", did_you_mean(key, kinds)
-        elif not _fits(kinds[key], value):
-            rule, remedy = f"must be {_expected(kinds[key])}", "Correct the file"
-        else:
-            continue
-        problems.append(Problem(f"{source}: options.{key}", value, rule, remedy))
-    if problems:
-        raise JobError(problems)
+        where = f"{source}: options.{key}"
+        if key not in known:
+            problems.append(Problem(where, value, "there is no such option", did_you_mean(key, known)))
+        elif value is not None or not known[key].nullable:
+            problems.append(type_problem(known[key], value, where))
+    if found := [problem for problem in problems if problem is not None]:
+        raise JobError(found)
     return kind(**values)
 
 
-def _expected(kind: Any) -> str:
-    """A type in words."""
-    if get_origin(kind) is tuple:
-        return "a list of strings"
-    if get_args(kind):  # a union
-        return " or ".join(_expected(part) for part in get_args(kind))
-    words = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
-    return words.get(kind, "null")
+def option_problems(options: Options) -> list[Problem]:
+    """Options out of range, each by itself."""
+    problems = [*range_problems(options), *_time_problems(options)]
+    for name in options.allow_pickle:
+        if not _DOTTED.fullmatch(name):
+            rule = "is not MODULE.NAME"
+            problems.append(Problem("allow_pickle", name, rule, "Write it as the refusal did"))
+    if options.resume not in ("", "auto", "never") and not exists(options.resume):
+        rule = "is neither auto, never nor an existing checkpoint"
+        problems.append(Problem("resume", options.resume, rule, "Correct the path"))
+    return problems
 
 
-def _fits(kind: Any, value: object) -> bool:
-    """Whether a value read from JSON has the type of an option."""
-    if kind is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if get_origin(kind) is tuple:
-        return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
-    if get_args(kind):  # a union
-        return any(_fits(part, value) for part in get_args(kind))
-    return isinstance(value, kind)
+def _time_problems(options: Options) -> list[Problem]:
+    """Whether the time limit is a length of time, and the stamp of the stop file one."""
+    problems = []
+    if options.time_limit:
+        try:
+            legal = 0 < parse_duration(options.time_limit) <= LONGEST_DAYS * 86400
+            rule = None if legal else f"must be above 0 and at most {LONGEST_DAYS}d"
+        except ValueError as error:
+            rule = str(error)
+        if rule is not None:
+            problems.append(Problem("time_limit", options.time_limit, rule, "Correct --time_limit"))
+    if options.stop_stamp is not None and not STAMP.fullmatch(options.stop_stamp):
+        rule = "must be SYSTEM:PROCESSES:INODE:NANOSECONDS:PATH, or none for inode and time"
+        problems.append(Problem("stop_stamp", options.stop_stamp, rule, "Leave --stop_stamp out"))
+    return problems

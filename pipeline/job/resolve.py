@@ -39,8 +39,7 @@ from pipeline.job.model_source import (
     weights_problems,
 )
 from pipeline.job.monitors import monitor_problems, resolved_monitors
-from pipeline.job.option_ranges import option_problems
-from pipeline.job.options import Options
+from pipeline.job.options import Options, option_problems
 from pipeline.job.rules import check_rules
 from pipeline.job.run_file import folder_problems, identity, restart_problems
 from pipeline.job.schedules import LearningRate

@@ -15,8 +15,7 @@ from pipeline.base.user_input import parse_duration
 from pipeline.cluster.agent.rank_link import RankLink
 from pipeline.cluster.rank_environment import RankEnvironment
 from pipeline.job.job import Job
-from pipeline.job.option_ranges import option_problems
-from pipeline.job.options import Options, parse_options
+from pipeline.job.options import Options, option_problems, parse_options
 from pipeline.job.stop_file import read_stamp, stamp_of, stamped, with_stamp
 from pipeline.training import stopping
 from pipeline.training.preparing import _stopping
