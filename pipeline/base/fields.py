@@ -46,7 +46,7 @@ class Limits:
     Attributes:
         low, high: Bounds, inclusive; with `above` and `below` they are exclusive.
         choices: The only values.
-        filled: A text is not empty.
+        filled: A text or list is not empty.
     """
 
     low: float | None = None
@@ -60,7 +60,7 @@ class Limits:
         if self.choices:
             return value in self.choices
         if isinstance(value, (list, tuple)):
-            return all(self.admit(item) for item in value)
+            return (bool(value) or not self.filled) and all(self.admit(item) for item in value)
         if isinstance(value, str):
             return bool(value) or not self.filled
         # Written so that NaN is in no range.
@@ -99,12 +99,18 @@ class Form:
     def fits(self, value: object) -> bool:
         """Whether a value from JSON has this type, whatever its range. A whole number serves as a float."""
         if self.item is not None:
-            return isinstance(value, (list, tuple)) and all(self.item.fits(item) for item in value)
+            listed = isinstance(value, (list, tuple))  # of objects, each has problems of its own
+            return listed and (is_record(self.item.kind) or all(self.item.fits(item) for item in value))
         if isinstance(value, bool) or self.kind is bool:
             return isinstance(value, bool) and self.kind is bool
         if is_record(self.kind):
             return isinstance(value, dict)
         return isinstance(value, (int, float) if self.kind is float else self.kind)
+
+    def admits(self, value: Any) -> bool:
+        """Whether a value of this type is in its range."""
+        inside = self.item is None or all(self.item.admits(item) for item in value)
+        return inside and self.limits.admit(value)
 
 
 _WORDS = {
@@ -260,10 +266,10 @@ def range_problem(field: Field, value: object, where: str) -> Problem | None:
         return Problem(where, value, "is not UTF-8 text", "Use UTF-8")
     if isinstance(value, int) and abs(value) > HIGHEST:
         return Problem(where, value, f"must be at most {HIGHEST}", remedy_for(field))
-    limits = [form.limits for form in field.forms if form.fits(value)]
-    if not limits or any(each.admit(value) for each in limits):
+    forms = [form for form in field.forms if form.fits(value)]
+    if not forms or any(form.admits(value) for form in forms):
         return None
-    rule = "is empty" if value == "" and not limits[0].choices else f"must be {limits[0]}"
+    rule = "must not be empty" if forms[0].limits.filled else f"must be {forms[0].limits}"
     return Problem(where, value, rule, remedy_for(field))
 
 

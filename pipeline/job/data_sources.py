@@ -15,24 +15,23 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
+from pipeline.base.fields import Limits, Record, build, check, described
 from pipeline.base.json_reader import read_json
 from pipeline.base.problems import JobError, Problem
 from pipeline.base.user_input import exists
-from pipeline.base.words import did_you_mean
 from pipeline.data.corpus import SourceSpec, data_problems
 from pipeline.data.inputs import is_remote, readable
-from pipeline.job.options import Options
+from pipeline.job.options import Name, Options
 
 # How far from 1 the weights' sum may be: thirds written with six digits are meant well.
 SUM_TOLERANCE = Fraction(1, 100_000)
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,3})?")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_KEYS = frozenset({"name", "data", "weight"})
 
 
 def one_source(paths: Sequence[str]) -> tuple[SourceSpec, ...]:
@@ -127,50 +126,36 @@ def _weighted_paths(entries: Sequence[str]) -> tuple[list[SourceSpec], list[Prob
     return sources, problems
 
 
+@dataclass(frozen=True, slots=True)
+class BlendSource(Record):
+    """One source of a blend file."""
+
+    data: Name | Annotated[list[Name], Limits(filled=True)] = described(meaning="Path, or list of paths.")
+    weight: float = described(meaning="Share of the samples.")
+    name: Name | None = described(
+        None, "For the console, the metrics and the checkpoint.", default_text="its paths"
+    )
+
+    @property
+    def spec(self) -> SourceSpec:
+        paths = (self.data,) if isinstance(self.data, str) else tuple(self.data)
+        return SourceSpec(self.name or ", ".join(map(readable, paths)), paths, Fraction(str(self.weight)))
+
+
+@dataclass(frozen=True, slots=True)
+class Blend(Record):
+    """A blend file."""
+
+    sources: Annotated[list[BlendSource], Limits(filled=True)] = described(
+        meaning="Where documents come from."
+    )
+
+
 def _read_blend(path: str) -> tuple[list[SourceSpec], list[Problem]]:
     document = read_json(Path(path), "data_blend", "a JSON of sources and weights")
-    if document.problems:
-        return [], list(document.problems)
-    problems = [
-        Problem(
-            document.where(key), document.values[key], "there is no such key", did_you_mean(key, ["sources"])
-        )
-        for key in document.values
-        if key != "sources"
-    ]
-    entries = document.values.get("sources")
-    if not isinstance(entries, list) or not entries:
-        remedy = 'Write {"sources": [{"data": PATH, "weight": 0.7}, ...]}'
-        return [], [*problems, Problem("data_blend", path, "has no list of sources", remedy)]
-    sources = []
-    for number, entry in enumerate(entries):
-        wrong = list(_entry_problems(f"sources[{number}] ({path})", entry))
-        problems += wrong
-        if not wrong:
-            paths = (entry["data"],) if isinstance(entry["data"], str) else tuple(entry["data"])
-            sources.append(
-                SourceSpec(
-                    entry.get("name", ", ".join(map(readable, paths))), paths, Fraction(str(entry["weight"]))
-                )
-            )
-    return sources, problems
-
-
-def _entry_problems(key: str, entry: Any) -> Iterator[Problem]:
-    """What is wrong with the form of one source of a blend file."""
-    if not isinstance(entry, dict):
-        yield Problem(key, entry, "is no object", 'Write {"data": PATH, "weight": 0.7}')
-        return
-    for name in sorted(entry.keys() - _KEYS):
-        yield Problem(f"{key}.{name}", entry[name], "there is no such key", did_you_mean(name, _KEYS))
-    data, weight, name = entry.get("data"), entry.get("weight"), entry.get("name", "unnamed")
-    paths = [data] if isinstance(data, str) else data
-    if not isinstance(paths, list) or not paths or not all(isinstance(path, str) and path for path in paths):
-        yield Problem(f"{key}.data", data, "must be a path or a list of paths", "Name this source's files")
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)):
-        yield Problem(f"{key}.weight", weight, "must be a number", "Give the source's share of the samples")
-    if not isinstance(name, str) or not name:
-        yield Problem(f"{key}.name", name, "must be a text", "Name the source, or leave the key out")
+    problems = [*document.problems] or [*check(Blend, document.values, document.where)]
+    entries = [] if problems else document.values["sources"]
+    return [build(BlendSource, entry, entry).spec for entry in entries], problems
 
 
 def _weight_problems(key: str, sources: Sequence[SourceSpec]) -> list[Problem]:

@@ -54,7 +54,7 @@ def deepspeed_dict(
         data_types={"grad_accum_dtype": precision.accumulation},
         pipeline={"pipe_partitioned": False, "grad_partitioned": False},
     )
-    values.setdefault("communication_data_type", precision.accumulation)
+    values["communication_data_type"] = config.communication_data_type or precision.accumulation
     if not config.comms_logger.enabled:
         values.pop("comms_logger", None)
     values["bf16"] = {**values.get("bf16", {}), "enabled": precision.compute == "bf16"}

@@ -56,8 +56,11 @@ def _loss_scale(job: Job) -> dict[str, Any]:
     if job.precision.compute != "fp16":
         return {}
     given = job.deepspeed["fp16"]
-    names = [LOSS_SCALE] if given.get("loss_scale", 0) else [LOSS_SCALE, *DYNAMIC_LOSS_SCALE]
-    return {name: given.get(name.removeprefix("fp16."), KEYS[name].default) for name in names}
+    values = {
+        name: given.get(name.removeprefix("fp16."), KEYS[name].default)
+        for name in (LOSS_SCALE, *DYNAMIC_LOSS_SCALE)
+    }
+    return {LOSS_SCALE: values[LOSS_SCALE]} if values[LOSS_SCALE] else values
 
 
 def setting_changes(saved: Mapping[str, Any], job: Job) -> list[str]:

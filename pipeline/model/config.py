@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any, Literal, get_args, get_type_hints
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal
 
+from pipeline.base.fields import Limits, check, range_problems
 from pipeline.base.problems import JobError, Problem
-from pipeline.base.words import did_you_mean
 
 # The vocabulary is padded so that it divides by every usual tensor size. The padding is the same in
 # every layout, because the initial weights are drawn for the full padded tensor.
 VOCAB_MULTIPLE = 128
+Size = Annotated[int, Limits(1)]
+Positive = Annotated[float, Limits(0, above=True)]
+Rate = Annotated[float, Limits(0, 1, below=True)]
 
 
 @dataclass(frozen=True)
@@ -43,26 +46,26 @@ class ModelConfig:
     """
 
     name: str
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn_hidden_size: int
-    max_position_embeddings: int
+    vocab_size: Size
+    hidden_size: Size
+    num_layers: Size
+    num_heads: Size
+    num_kv_heads: Size
+    head_dim: Size
+    ffn_hidden_size: Size
+    max_position_embeddings: Size
     position: Literal["learned", "rotary"] = "learned"
-    rope_theta: float = 10000.0
+    rope_theta: Positive = 10000.0
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    norm_eps: float = 1e-5
+    norm_eps: Positive = 1e-5
     activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu_tanh"
     bias: bool = True
     qkv_bias: bool = True
     tied: bool = True
     qk_norm: bool = False
-    dropout: float = 0.0
-    attention_dropout: float = 0.0
-    init_std: float = 0.02
+    dropout: Rate = 0.0
+    attention_dropout: Rate = 0.0
+    init_std: Positive = 0.02
 
     @property
     def padded_vocab_size(self) -> int:
@@ -80,22 +83,8 @@ def model_from_json(values: dict[str, Any], source: str = "model") -> ModelConfi
     Raises:
         JobError: unknown or missing fields, wrong types, sizes that do not fit; all of them.
     """
-    known = {field.name for field in fields(ModelConfig)}
-    required = {field.name for field in fields(ModelConfig) if field.default is MISSING}
-    problems = [
-        Problem(f"{source}: {key}", values[key], "a model has no such field", did_you_mean(key, known))
-        for key in values
-        if key not in known
-    ]
-    problems += [
-        Problem(f"{source}: {key}", None, "the field is missing", "Give its value")
-        for key in sorted(required - values.keys())
-    ]
-    problems += [
-        problem
-        for key in sorted(known & values.keys())
-        for problem in _type_problems(key, values[key], source)
-    ]
+    values = dict(values)
+    problems = list(check(ModelConfig, values, lambda key: f"{source}: {key}"))
     if problems:
         raise JobError(problems)
     return checked(ModelConfig(**values), source)
@@ -115,34 +104,8 @@ def checked(model: ModelConfig, source: str) -> ModelConfig:
 
 def size_problems(model: ModelConfig, source: str) -> tuple[Problem, ...]:
     """Everything that makes the sizes of `model` impossible, whatever the layout."""
-    problems = [
-        Problem(f"{source}: {key}", getattr(model, key), "must be at least 1", "Give a positive whole number")
-        for key in _SIZES
-        if getattr(model, key) < 1
-    ]
-    problems += [
-        Problem(f"{source}: {key}", getattr(model, key), "must be a rate from 0 to below 1", "Use 0 for none")
-        for key in ("dropout", "attention_dropout")
-        if not 0 <= getattr(model, key) < 1
-    ]
-    problems += [
-        Problem(f"{source}: {key}", getattr(model, key), "must be above 0", "Give a positive number")
-        for key in ("norm_eps", "rope_theta", "init_std")
-        if not getattr(model, key) > 0
-    ]
-    return tuple(problems) or _divisibility_problems(model, source)
-
-
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "ffn_hidden_size",
-    "max_position_embeddings",
-)
+    out_of_range = tuple(range_problems(model, lambda key: f"{source}: {key}"))
+    return out_of_range or _divisibility_problems(model, source)
 
 
 def _divisibility_problems(model: ModelConfig, source: str) -> tuple[Problem, ...]:
@@ -156,16 +119,3 @@ def _divisibility_problems(model: ModelConfig, source: str) -> tuple[Problem, ..
         remedy = "Change head_dim, or hidden_size / num_heads that it comes from"
         problems.append(Problem(f"{source}: head_dim", model.head_dim, rule, remedy))
     return tuple(problems)
-
-
-def _type_problems(key: str, value: object, source: str) -> list[Problem]:
-    """Whether a JSON value has the field's type; a whole number serves as a float."""
-    kind = get_type_hints(ModelConfig)[key]
-    choices = get_args(kind)
-    if choices:
-        fits, rule = value in choices, f"must be one of {', '.join(choices)}"
-    elif kind is float:
-        fits, rule = isinstance(value, (int, float)) and not isinstance(value, bool), "must be a number"
-    else:
-        fits, rule = type(value) is kind, f"must be of type {kind.__name__}"
-    return [] if fits else [Problem(f"{source}: {key}", value, rule, "Correct the value")]

@@ -84,16 +84,19 @@ def test_a_blend_file_names_sources_of_several_paths(tmp_path: Path) -> None:
     ("content", "said"),
     [
         ("{", "blend.json:1"),
-        ({}, "has no list of sources"),
-        ({"sources": []}, "has no list of sources"),
+        ({}, "sources .*is required"),
+        ({"sources": []}, "sources .*must not be empty"),
         ({"source": [{"data": "a", "weight": 1}]}, "no such key. The nearest name is sources"),
-        ({"sources": ["a"]}, r"sources\[0\].*is no object"),
-        ({"sources": [{"data": "a"}]}, r"sources\[0\] .*weight = None: must be a number"),
+        ({"sources": ["a"]}, r"sources\[0\].*must be an object"),
+        ({"sources": [{"data": "a"}]}, r"sources\[0\].weight .*= None: is required"),
         ({"sources": [{"data": "a", "weight": "1"}]}, "must be a number"),
         ({"sources": [{"data": "a", "weight": True}]}, "must be a number"),
-        ({"sources": [{"data": [], "weight": 1}]}, "must be a path or a list of paths"),
+        (
+            {"sources": [{"data": [], "weight": 1}]},
+            r"sources\[0\].data \(.*blend.json:1\).*must not be empty",
+        ),
         ({"sources": [{"data": "a", "weight": 1, "wieght": 2}]}, "no such key. The nearest name is weight"),
-        ({"sources": [{"data": "a", "weight": 1, "name": ""}]}, "must be a text"),
+        ({"sources": [{"data": "a", "weight": 1, "name": ""}]}, "must not be empty"),
         ({"sources": [{"data": "a", "weight": 2}, {"data": "b", "weight": -1}]}, "a weight is above 0"),
         (
             {

@@ -103,7 +103,7 @@ def test_ranges() -> None:
         assert option_problems(Options(**{name: lowest})) == []
         for value in (lowest - 1, 2**63):
             (problem,) = option_problems(Options(**{name: value}))
-            assert problem.key == name and str(value) not in problem.remedy
+            assert problem.key == name
     wrong = {
         "dropout": (-0.1, 1.0, float("nan")),
         "eval_fraction": (-0.1, 1.0, float("nan")),

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 from typing import Any
 
 import pytest
 
+from pipeline.base.fields import AUTO, MISSING, fields_of, value_problem
 from pipeline.base.json_reader import Document
+from pipeline.job.data_sources import Blend, BlendSource
 from pipeline.job.foreign_keys import REFUSED, REMOVED
+from pipeline.job.pages import PROJECT
+from pipeline.job.schedules import SCHEDULES, parameters
 from pipeline.job.schema import KEYS
 from pipeline.job.settings import Settings
 
@@ -104,6 +109,42 @@ def test_takes_auto_where_it_is_resolved() -> None:
     assert "train_batch_size" in paths and "bf16.enabled" in paths and "optimizer.params.lr" in paths
     for path in paths:
         assert check(nested(path, "auto"))[1] == []
+
+
+def test_every_field_has_a_meaning_and_a_default_or_is_required() -> None:
+    schedules = [(f"{kind}.{name}", field) for kind in SCHEDULES for name, field in parameters(kind).items()]
+    blend = [*fields_of(Blend).items(), *fields_of(BlendSource).items()]
+    for path, field in [*KEYS.items(), *schedules, *blend]:
+        assert field.meaning.endswith("."), path
+        assert field.forms, path
+        assert field.default_text, path
+        # None stands for what the run decides, which is said in words; of a block or text it is "absent".
+        if field.default is None and not field.block and field.default_text == "absent":
+            assert [form.kind for form in field.forms] == [str], path
+        if field.default is MISSING:
+            assert field.default_text in ("required", "optimizer's rate"), path
+        elif field.default is not None and not (field.default == AUTO and field.auto) and not field.block:
+            assert value_problem(field, field.default, path) is None, path
+
+
+def test_no_call_site_states_the_default_of_a_key_again() -> None:
+    """``values.get("stage", 0)``: the default is the schema's."""
+    names = {path.rpartition(".")[2] for path in KEYS} | {n for kind in SCHEDULES for n in parameters(kind)}
+    found = []
+    for path in (PROJECT / "pipeline").rglob("*.py"):
+        if "hugging_face" in path.parts:  # whose files have keys of their own
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            key = node.args[0] if node.args else None
+            if node.func.attr in ("get", "setdefault", "pop") and len(node.args) == 2:
+                text = key.value if isinstance(key, ast.Constant) else None
+                if ast.unparse(node.args[1]) in ("{}", "None"):  # nothing, said in another way
+                    continue
+                if isinstance(text, str) and (text in KEYS or text.rpartition(".")[2] in names):
+                    found.append(f"{path.relative_to(PROJECT / 'pipeline')}: {ast.unparse(node)}")
+    assert found == []
 
 
 def test_every_key_has_its_block() -> None:
