@@ -43,8 +43,7 @@ from pipeline.job.report import console, print_problems, problems_text
 from pipeline.job.resolve import resolve
 from pipeline.job.stop_file import with_stamp
 from pipeline.job.world import Host
-from pipeline.training.ending import end_process
-from pipeline.training.signals import StoppedEarly, StopRequest
+from pipeline.training.signals import StoppedEarly, StopRequest, end_process
 
 
 def main(arguments: Sequence[str], link: RankLink | None = None, inherited: Inherited | None = None) -> int:
@@ -117,8 +116,7 @@ def _train(job: Job, environment: RankEnvironment, stop: StopRequest, link: Rank
     from pipeline.training.quiet import quiet_deepspeed
 
     quiet_deepspeed(environment.rank, job.deepspeed_reports)
-    from pipeline.training.ending import RunFailed
-    from pipeline.training.run import run
+    from pipeline.training.run import RunFailed, run
 
     def record(outcome: Outcome) -> None:
         record_outcome(job.output_dir, replace(outcome, master_port=environment.master_port))

@@ -1,4 +1,14 @@
-"""One rank's run, from a resolved job to its end: the parts, in the order a reader would expect them."""
+"""One rank's run, from a resolved job to its end, in this order:
+
+1. the data, read by each rank alone: whatever is wrong with it ends the run before ranks wait for others
+2. the process groups, which most of what follows needs
+3. the checkpoint that all ranks resume from, verified; then the data again, should it be another one
+4. the engine: model, optimizer, DeepSpeed (`pipeline.engine.build` says in which order)
+5. the checkpoint's weights and optimizer state, which need the engine's parameters
+6. the run's file and tokenizer in its folder: only now it is known that the job can be built
+7. the loop, with what it reads, writes and saves (`pipeline.training.train`)
+8. the outcome, written before any rank leaves
+"""
 
 from __future__ import annotations
 
@@ -12,24 +22,37 @@ from pipeline.checkpoints.load import load_checkpoint, resume_from
 from pipeline.cluster.agent.rank_link import RankLink
 from pipeline.cluster.outcome import Outcome
 from pipeline.cluster.rank_environment import RankEnvironment
-from pipeline.engine.agreement import first_reason, gather_rows
+from pipeline.engine.agreement import agree_on_weights, first_reason, gather_rows
 from pipeline.engine.build import build_engine
 from pipeline.engine.deepspeed_patches import require_tested_version
 from pipeline.engine.distributed import stop_distributed
 from pipeline.engine.engine import TrainEngine
+from pipeline.engine.folder_weights import FolderWeights
 from pipeline.job.job import Job
 from pipeline.job.model_source import TOKENIZER_FOLDER
 from pipeline.job.run_file import write_run_file
-from pipeline.training.ending import RunFailed, resume_hint
-from pipeline.training.first_weights import first_weights
+from pipeline.parallel.context import Parallel
 from pipeline.training.preparing import Prepared, prepare
 from pipeline.training.quiet import captured_stdout
 from pipeline.training.signals import StopRequest
-from pipeline.training.start_lines import start_lines
 from pipeline.training.stopping import reason_text
+from pipeline.training.summary import resume_hint, start_lines
 from pipeline.training.train import train
 
 logger = logging.getLogger(__name__)
+
+
+class RunFailed(Exception):
+    """Training ended with an error; says after which step.
+
+    Attributes:
+        error: What went wrong.
+        step: Optimizer steps done by then.
+    """
+
+    def __init__(self, error: Exception, step: int) -> None:
+        super().__init__(f"after step {step}: {error}")
+        self.error, self.step = error, step
 
 
 def run(
@@ -80,9 +103,23 @@ def _fails_after(step: int) -> Iterator[None]:
 
 def _build(prepared: Prepared) -> TrainEngine:
     job, parallel = prepared.job, prepared.parallel
-    weights = None if prepared.selection.checkpoint else first_weights(job, parallel)
+    weights = None if prepared.selection.checkpoint else _first_weights(job, parallel)
     with captured_stdout():
         return build_engine(job, parallel, weights)
+
+
+def _first_weights(job: Job, parallel: Parallel) -> FolderWeights | None:
+    """The weights in the folder that the job names; None where they are drawn. Collective.
+
+    Raises:
+        WeightsMismatch: ranks see different files.
+    """
+    folder = job.initial_weights.folder
+    if folder is None:
+        return None
+    weights = FolderWeights(folder, job.model)
+    agree_on_weights(parallel, weights.fingerprint)
+    return weights
 
 
 def _load(engine: TrainEngine, prepared: Prepared) -> Outcome | None:

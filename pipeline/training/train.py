@@ -1,4 +1,4 @@
-"""Training on one rank, once its engine stands where the run begins: the loop, and the last words."""
+"""Training on one rank, once its engine stands where the run begins: the loop, and its summary."""
 
 from __future__ import annotations
 
@@ -8,25 +8,30 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+import torch.distributed as dist
+
 from pipeline.base.words import counted
 from pipeline.checkpoints.saver import Saver
 from pipeline.checkpoints.snapshot import set_random_state
 from pipeline.cluster.outcome import Outcome
 from pipeline.data.loader import BatchLoader, eval_batches
+from pipeline.data.tokenizer import Tokenizer
 from pipeline.engine.engine import TrainEngine
 from pipeline.job.job import Job
 from pipeline.job.model_source import TOKENIZER_FOLDER
 from pipeline.model.flops import training_flops_per_token
 from pipeline.training.console import evaluation_line
-from pipeline.training.ending import go_on_hint, resume_hint
 from pipeline.training.loop import Abandoned, EvalSet, Loop, TrainingDiverged, evaluate
 from pipeline.training.metrics import EvalMetrics, MetricsSink, best_line
 from pipeline.training.monitors import Monitors
 from pipeline.training.preparing import Prepared
 from pipeline.training.run_files import METRICS_FILE, SAMPLES_FILE, MetricsFile, SampleLog
-from pipeline.training.sample import sample_text
 from pipeline.training.saves import RunSaves
+from pipeline.training.summary import go_on_hint, resume_hint
 from pipeline.training.throughput import Speedometer, peak_tflops
+
+SAMPLE_TEMPERATURE = 0.7
 
 
 class Sinks(NamedTuple):
@@ -37,7 +42,7 @@ class Sinks(NamedTuple):
 
 
 def train(engine: TrainEngine, prepared: Prepared) -> Outcome:
-    """Loop, then the last words: held-out loss, a sample of text, how to go on. Collective.
+    """Loop, then the summary: held-out loss, a sample of text, how to go on. Collective.
 
     Raises:
         TrainingDiverged: the loss or gradient is not finite.
@@ -62,7 +67,7 @@ def train(engine: TrainEngine, prepared: Prepared) -> Outcome:
             stopped = f"stopped after step {done} of {prepared.job.train_steps} ({loop.stop_reason})"
             prepared.console.message(f"{stopped}; {resume_hint(prepared.job)}")
             return Outcome("stopped", done, message=loop.stop_reason)
-        _last_words(loop, prepared)
+        _summarize(loop, prepared)
     return Outcome("finished", done)
 
 
@@ -95,7 +100,7 @@ def _loop(
     )
 
 
-def _last_words(loop: Loop, prepared: Prepared) -> None:
+def _summarize(loop: Loop, prepared: Prepared) -> None:
     """What a run that has finished says."""
     job, console, state = prepared.job, prepared.console, prepared.state
     done = loop.state.step
@@ -106,8 +111,33 @@ def _last_words(loop: Loop, prepared: Prepared) -> None:
         console.message(line)
     prompt, count = job.reporting.sample_prompt, job.reporting.sample_tokens
     if count > 0:
-        console.message(f"sample:\n{sample_text(loop.engine, job, prepared.data.tokenizer, prompt, count)}\n")
+        text = sample_text(loop.engine, job, prepared.data.tokenizer, prompt, count)
+        console.message(f"sample:\n{text}\n")
     console.message(f"finished {counted(done, 'step')}; {go_on_hint(job, done)}")
+
+
+def sample_text(engine: TrainEngine, job: Job, tokenizer: Tokenizer, prompt: str, count: int) -> str:
+    """`prompt` continued by `count` sampled tokens (fewer where a document ends). Collective.
+
+    Each token costs a forward pass over a whole sequence: fine for a look at a model, slow for more.
+    """
+    generator = torch.Generator().manual_seed(job.seed)
+    length = job.batch.sequence_length
+    text = tokenizer.encode(prompt).tolist()
+    for _ in range(count):
+        window = torch.tensor(text[-length:])
+        tokens = torch.zeros(job.batch.micro_batch_size, length, dtype=torch.int64)
+        tokens[0, : len(window)] = window
+        logits = engine.next_token_logits(tokens.to(engine.deepspeed.device), len(window) - 1)
+        chosen = torch.multinomial(
+            torch.softmax(logits.cpu() / SAMPLE_TEMPERATURE, -1), 1, generator=generator
+        )
+        if engine.parallel.control_group is not None:
+            dist.broadcast(chosen, src=0, group=engine.parallel.control_group)
+        if int(chosen) == tokenizer.end_of_document:
+            break
+        text.append(int(chosen))
+    return tokenizer.decode(text)
 
 
 def _evaluate_again(loop: Loop, prepared: Prepared) -> None:

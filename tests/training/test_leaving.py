@@ -19,7 +19,7 @@ from pipeline.checkpoints.manifest import TrainState
 from pipeline.cluster import outcome
 from pipeline.cluster.outcome import Outcome
 from pipeline.training import run
-from pipeline.training.ending import RunFailed
+from pipeline.training.run import RunFailed
 from tests.harness import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,7 +58,7 @@ def test_no_rank_leaves_before_the_outcome_is_written(tmp_path: Path):
 @pytest.mark.parametrize(
     ("end", "code"),
     [
-        ("from pipeline.training.ending import end_process; end_process(0)", 0),
+        ("from pipeline.training.signals import end_process; end_process(0)", 0),
         # Once this is 0, torch has mended it and `end_process` can go.
         ("sys.exit(0)", -signal.SIGABRT),
     ],
@@ -74,7 +74,7 @@ def test_an_executor_that_nobody_has_shut_down_keeps_no_process(tmp_path: Path):
     """As libraries have them; an interpreter that ends wakes their threads."""
     script = (
         "import atexit, concurrent.futures\n"
-        "from pipeline.training.ending import end_process\n"
+        "from pipeline.training.signals import end_process\n"
         f"atexit.register(open, {str(tmp_path / 'asked')!r}, 'w')\n"
         "executor = concurrent.futures.ThreadPoolExecutor(1)\n"
         "executor.submit(int).result()\n"

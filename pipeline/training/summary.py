@@ -1,12 +1,13 @@
-"""What a start says before its first step, one line per fact."""
+"""What a start says of itself: before its first step, one line per fact; at its end, how to go on."""
 
 from __future__ import annotations
+
+import shlex
 
 from pipeline.base.words import counted
 from pipeline.checkpoints.resume import Selection, origin_lines
 from pipeline.data.training_data import TrainingData
 from pipeline.job.job import Job
-from pipeline.training.first_weights import weights_lines
 
 # Up to four passes, repeated tokens are nearly worth new ones (Muennighoff et al. 2023).
 MANY_PASSES = 4
@@ -52,4 +53,28 @@ def _origin(job: Job, selection: Selection) -> list[str]:
     """Where the weights come from, and what has been changed since they were saved."""
     if selection.checkpoint is not None:
         return [*selection.notes, *origin_lines(job, selection.checkpoint)]
-    return weights_lines(job)
+    weights = job.initial_weights
+    if weights.folder is None:
+        return [f"starting at step 0{f' from random weights: {weights.reason}' if weights.reason else ''}"]
+    lines = [f"starting at step 0 with the weights in {weights.folder}"]
+    if job.data.model_has_tokenizer:
+        lines.append("tokens are those of the tokenizer there")
+    return lines
+
+
+def resume_hint(job: Job, by_name: bool = False) -> str:
+    """How a run that was stopped is resumed; `by_name`: the checkpoint that this start has named, if it has,
+    must be named again."""
+    named = ["--resume", job.resume] if by_name and job.resume != "auto" else []
+    return f"to resume: {_again(job, *named)}"
+
+
+def go_on_hint(job: Job, done: int) -> str:
+    """How a run that has finished `done` steps is trained on."""
+    return f"to train on: {_again(job)} --train_steps {2 * done}"
+
+
+def _again(job: Job, *more: str) -> str:
+    """The command that starts this run again, as a shell reads it."""
+    folder = job.output_dir
+    return shlex.join(["./launch.sh", "--config", f"{folder}/run.json", "--output_dir", folder, *more])
