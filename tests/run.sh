@@ -1,8 +1,13 @@
 #!/usr/bin/env bash
-# Sets up the project (once), then lints and runs the tests. Arguments go to pytest.
+# Sets up the project (once), then lints and runs tests. What follows the tier goes to pytest.
 #
-#   tests/run.sh             everything
-#   tests/run.sh --fast      without the tests marked slow (under 3 minutes)
+#   tests/run.sh --core      the heart of it: order of imports, base, job, model, all four kinds of parallelism
+#                            at once, two mutations, one run that is stopped and resumed (90 seconds)
+#   tests/run.sh --fast      all tests but those marked slow (3 minutes)
+#   tests/run.sh             all tests but those marked repeats; what CI runs (18 minutes on two cores)
+#   tests/run.sh --all       all tests: further pairs of layouts, the benchmarks' own runs
+#
+# Tests run on as many processes as there are cores, at most four; with "-n 0" on one, in the order of the files.
 #
 # As root on Debian or Ubuntu it also installs the packages below, for tests that train over several hosts inside
 # this machine. Where that fails, those tests are skipped and say why.
@@ -38,16 +43,36 @@ install_packages() {
     fi
 }
 
-if [ "${1-}" != --fast ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    (install_packages)
-fi
-
-selection=()
-if [ "${1-}" = --fast ]; then
+tier=default
+case "${1-}" in
+--core | --fast | --all)
+    tier=${1#--}
     shift
-    selection=(-m "not slow")
-fi
+    ;;
+esac
+selection=()
+case $tier in
+core)
+    selection=(
+        -m "not slow" tests/test_import_order.py tests/test_dependencies.py tests/base tests/job tests/model
+        "tests/parity/test_layouts.py::test_all_four_axes_at_once_train_as_one_process"
+        "tests/parity/test_mutations.py::test_mutation_is_noticed[no_sum_after_row_parallel-tp2 zero0]"
+        "tests/parity/test_mutations.py::test_mutation_is_noticed[mean_of_rank_means-dp2 zero0]"
+        "tests/end_to_end/test_exact_resume.py::test_stopped_and_resumed_is_equal_to_the_last_bit[zero 1, dropout]"
+    )
+    ;;
+fast) selection=(-m "not slow") ;;
+all) selection=(--repeats) ;;
+esac
+
+case $tier in
+default | all)
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        (install_packages)
+    fi
+    ;;
+esac
 bin=$root/.venv/bin
 "$bin/ruff" check .
 "$bin/ruff" format --check .
-exec "$bin/python" -m pytest ${selection[@]+"${selection[@]}"} "$@"
+exec "$bin/python" -m pytest -n auto ${selection[@]+"${selection[@]}"} "$@"

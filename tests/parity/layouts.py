@@ -12,6 +12,10 @@ ALL_ON_CPU = {"offload_optimizer": CPU, "offload_param": CPU}
 # The norms are between 1 and 3, so that every step is clipped. The rate makes up for it.
 CLIP = {"clip": 0.05, "learning_rate": 10.0}
 
+# Pipeline, data, sequence and tensor parallelism in one job.
+FOUR_AXES = Case(
+    pipeline=2, data=2, sequence=2, tensor=2, zero=1, accumulation=4, model="five layers", **CLIP
+)
 FAST = (
     Case(),
     Case(accumulation=4, **CLIP),
@@ -92,7 +96,6 @@ _MIXED = (
     Case(data=2, sequence=2, tensor=2, zero=3, model="qk norm", **CLIP),
     Case(pipeline=2, data=2, sequence=2, zero=1, accumulation=2, model="qwen", **CLIP),
     Case(pipeline=2, sequence=2, tensor=2, zero=1, accumulation=2, model="five layers", **CLIP),
-    Case(pipeline=2, data=2, sequence=2, tensor=2, zero=1, accumulation=4, model="five layers", **CLIP),
 )
 
 _DUALPIPEV = (

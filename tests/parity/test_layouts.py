@@ -10,7 +10,7 @@ import pytest
 from tests.harness import run_ranks
 from tests.parity.cases import Case
 from tests.parity.compare import differences, replica_differences
-from tests.parity.layouts import FAST, SLOW
+from tests.parity.layouts import FAST, FOUR_AXES, SLOW
 from tests.parity.ranks import train_rank
 
 
@@ -25,6 +25,10 @@ def test_layout_trains_as_one_process(case: Case, tmp_path: Path):
     check(case, tmp_path)
 
 
+def test_all_four_axes_at_once_train_as_one_process(tmp_path: Path):
+    check(FOUR_AXES, tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SLOW, ids=lambda case: case.id)
 def test_further_layout_trains_as_one_process(case: Case, tmp_path: Path):
@@ -32,6 +36,6 @@ def test_further_layout_trains_as_one_process(case: Case, tmp_path: Path):
 
 
 def test_no_case_is_listed_twice():
-    counts = Counter(case.id for case in (*FAST, *SLOW))
+    counts = Counter(case.id for case in (*FAST, FOUR_AXES, *SLOW))
     assert [name for name, count in counts.items() if count > 1] == []
     assert len({*FAST, *SLOW}) == len(FAST) + len(SLOW)
