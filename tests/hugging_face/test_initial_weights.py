@@ -173,15 +173,16 @@ def pickled(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
+WHOLE = "model.safetensors is no whole safetensors file: Error while deserializing header: "
 FAULTS = {
-    cut_off: "bytes, and its header describes",
-    empty: "is no safetensors file, or ends in its header",
-    huge_header: "is no safetensors file, or ends in its header",
-    no_json: "its header cannot be read",
-    strange_offsets: "4 bytes are not [2] of F32",
-    overlapping: "a tensor begins at byte 0, and the one before it ends at 8",
-    with_a_gap: "a tensor begins at byte 16, and the one before it ends at 8",
-    before_the_beginning: "a tensor begins at byte -8, and the one before it ends at 0",
+    cut_off: WHOLE + "incomplete metadata, file not fully covered",
+    empty: WHOLE + "header too small",
+    huge_header: WHOLE + "header too large",
+    no_json: WHOLE + "invalid JSON in header",
+    strange_offsets: WHOLE + "invalid shape, data type, or offset for tensor",
+    overlapping: WHOLE + "invalid offset for tensor",
+    with_a_gap: WHOLE + "invalid offset for tensor",
+    before_the_beginning: WHOLE + "invalid JSON in header",
     without("transformer.wpe.weight"): "lack 1 tensors: transformer.wpe.weight",
     without("transformer.h.0.attn.c_attn.weight", "transformer.ln_f.bias"): "lack 2 tensors",
     more: "1 tensors that its model does not: score.weight",

@@ -6,20 +6,20 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from pipeline.base.files import sync_files
+from pipeline.base.files import remove_tree, sync_files, sync_folder
 from pipeline.base.problems import JobError, Problem
 from pipeline.base.user_input import exists, is_folder
 from pipeline.checkpoints.export.checkpoint_tensors import tensors, verified_state
-from pipeline.checkpoints.export.export_place import StagingFolder
 from pipeline.checkpoints.export.safetensors_writer import FORMATS, write_weights
 from pipeline.checkpoints.manifest import Checkpoint
-from pipeline.checkpoints.output import output_problems
+from pipeline.checkpoints.output import only_one, output_problems
 from pipeline.checkpoints.stored import StoredState
 from pipeline.data.tokenizer import Tokenizer, vocabulary_problems
 from pipeline.hugging_face.families import config_json, generation_config_json
@@ -119,15 +119,15 @@ def write_export(export: Export, report: Callable[[str], None]) -> list[Path]:
     """
     if problems := export_problems(export):
         raise JobError(problems)
-    place = StagingFolder(export.folder.resolve())
-    with place.held():
+    staging = StagingFolder(export.folder.resolve())
+    with staging.held():
         # Once more: a folder may have come back that a crash had left without its name.
         if problems := export_problems(export):
             raise JobError(problems)
         state = verified_state(export.checkpoint, export.allowed, report)
-        place.content.mkdir()
-        files = _fill(export, state, place.content, report)
-        place.publish(report)
+        staging.content.mkdir()
+        files = _fill(export, state, staging.content, report)
+        staging.publish(report)
     return [export.folder / file.name for file in files]
 
 
@@ -146,3 +146,78 @@ def _fill(export: Export, state: StoredState, folder: Path, report: Callable[[st
     files = write_weights(folder, wanted_tensors(export.model), values, export.dtype, export.largest_file)
     sync_files(folder)
     return files
+
+
+@dataclass(frozen=True)
+class StagingFolder:
+    """Where `folder`, a resolved path, is made: by one process at a time, and a crash takes no folder away.
+
+    .out.export-partial/lock    one export into `out` at a time
+    .out.export-partial/model   takes the name `out` when all of it is on the disk
+    .out.export-replaced        what had the name before; removed when the new folder has it
+    """
+
+    folder: Path
+
+    @property
+    def path(self) -> Path:
+        return self.folder.with_name(f".{self.folder.name}.export-partial")
+
+    @property
+    def content(self) -> Path:
+        """The folder that is being written."""
+        return self.path / "model"
+
+    @property
+    def replaced(self) -> Path:
+        return self.folder.with_name(f".{self.folder.name}.export-replaced")
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside, no other process exports to there, and what crashes have left is put right. Afterwards
+        nothing of it is left.
+
+        Raises:
+            JobError: another process is at it.
+            OSError: it cannot be made.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with only_one(self.path / "lock", "folder", self.folder, "exporting"):
+            try:
+                self._recover()
+                yield
+            finally:
+                # Within the lock, so that the folder of the next process is not taken from it. What cannot be
+                # removed must not hide why; the next export tries again.
+                shutil.rmtree(self.path, ignore_errors=True)
+
+    def _recover(self) -> None:
+        self._give_back()
+        remove_tree(self.replaced)
+        remove_tree(self.content)
+
+    def _give_back(self) -> None:
+        """What came between the two renames of `publish` has left the name to nobody: the folder that had it
+        gets it back."""
+        if self.replaced.exists() and not _has_content(self.folder):
+            self.replaced.rename(self.folder)
+            sync_folder(self.folder.parent)
+
+    def publish(self, report: Callable[[str], None]) -> None:
+        """Give what was written its name, instead of an earlier folder."""
+        try:
+            if _has_content(self.folder):
+                self.folder.rename(self.replaced)
+            self.content.rename(self.folder)  # an empty folder of that name gives way
+        except BaseException:
+            self._give_back()
+            raise
+        sync_folder(self.folder.parent)
+        try:
+            remove_tree(self.replaced)
+        except OSError as error:  # the export is done nevertheless
+            report(f"{self.replaced}, which was replaced, cannot be removed: {error}")
+
+
+def _has_content(folder: Path) -> bool:
+    return folder.exists() and any(folder.iterdir())

@@ -21,7 +21,7 @@ from transformers import (
 
 from pipeline.base.problems import JobError, Problem
 from pipeline.checkpoints.export.checkpoint_at import model_of_checkpoint, tokenizer_of_checkpoint
-from pipeline.checkpoints.export.rounding import rounded
+from pipeline.checkpoints.export.checkpoint_tensors import rounded
 from pipeline.checkpoints.manifest import Checkpoint
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer, vocabulary_problems
 from pipeline.hugging_face.families import config_json, generation_config_json

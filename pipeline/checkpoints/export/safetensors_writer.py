@@ -1,6 +1,7 @@
 """Safetensors files, written tensor by tensor: the header first, then each tensor as it comes.
 
-The library's own writer wants all tensors of a file at once; here one is in memory at a time.
+The library's own writer wants all tensors of a file in memory at once, up to 5 GB of them; here it is one.
+Its reader, and that of transformers, read what is written here.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipeline.checkpoints.export.rounding import rounded
+from pipeline.checkpoints.export.checkpoint_tensors import rounded
 from pipeline.hugging_face.safetensors_files import INDEX, SIZES, WEIGHTS
 
 Shape = tuple[int, ...]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.base.problems import JobError
-from pipeline.checkpoints.export.export_place import StagingFolder
+from pipeline.checkpoints.export.export_folder import StagingFolder
 from tests.checkpoints.kills import kill_at_call
 
 FILES = ("config.json", "model.safetensors", "tokenizer.json")
@@ -91,7 +91,7 @@ def test_an_old_folder_that_cannot_be_removed_is_said(tmp_path: Path, monkeypatc
     fill(tmp_path / "out", "old")
     with place.held():
         fill(place.content, "new")
-        monkeypatch.setattr("pipeline.checkpoints.export.export_place.remove_tree", refuse)
+        monkeypatch.setattr("pipeline.checkpoints.export.export_folder.remove_tree", refuse)
         place.publish(said.append)
     assert content(tmp_path / "out") == {"new"}
     assert ".out.export-replaced, which was replaced, cannot be removed: " in said[0]
