@@ -32,7 +32,7 @@ if __name__ == "__main__":
 from pipeline.base.problems import EXIT_FAILED, EXIT_STOPPED, EXIT_WRONG_JOB, JobError
 from pipeline.checkpoints.output import space_problems
 from pipeline.checkpoints.resume import resume_problems
-from pipeline.cluster.agent.rank_link import Inherited, NullLink, RankLink, connect, split_inherited
+from pipeline.cluster.agent.rank_link import Inherited, RankLink, connect, split_inherited
 from pipeline.cluster.folder_lock import only_job
 from pipeline.cluster.outcome import Outcome, record_outcome
 from pipeline.cluster.rank_environment import RankEnvironment, read_rank_environment
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str], link: RankLink | None = None, inherited: Inhe
         link: Leads to this rank's agent, if it has one.
         inherited: What the launch decided; None without one.
     """
-    link = link or NullLink()
+    link = link or RankLink()
     try:
         environment = read_rank_environment()
     except JobError as error:

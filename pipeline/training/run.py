@@ -159,6 +159,6 @@ def _leave(prepared: Prepared, outcome: Outcome, record: Callable[[Outcome], Non
     if prepared.parallel.rank == 0:
         record(outcome)
     gather_rows(prepared.parallel, 0)  # a barrier: nobody leaves before that
-    prepared.link.ending(outcome.status, outcome.step, outcome.message)
+    prepared.link.ended(outcome)
     stop_distributed()
     prepared.remote.close()

@@ -9,8 +9,9 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import IO
+
+import psutil
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -118,22 +119,12 @@ def adopting_orphans() -> Iterator[None]:
 
 def descendants(ancestor: int) -> list[int]:
     """Process ids of the children of `ancestor`, their children, and so on; no zombies."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdecimal():
-            continue
-        try:
-            # pid (name) state ppid ...; the name may hold blanks and brackets.
-            state, parent = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
-        except (OSError, ValueError):  # it has ended meanwhile
-            continue
-        if state != "Z":
-            children.setdefault(int(parent), []).append(int(entry.name))
-    found, queue = [], [ancestor]
-    while queue:
-        below = children.get(queue.pop(), [])
-        found += below
-        queue += below
+    found = []
+    with contextlib.suppress(psutil.NoSuchProcess):  # it has ended, and its children have other parents
+        for process in psutil.Process(ancestor).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process.pid)
     return found
 
 

@@ -1,7 +1,7 @@
 """How a rank tells its agent where it stands. No torch.
 
 The agent hands its rank one argument, `--agent=`, with the numbers of the descriptors that it has opened
-for it and what the launch decided. A rank that was started without an agent (a test) has a `NullLink`.
+for it and what the launch decided.
 """
 
 from __future__ import annotations
@@ -16,107 +16,69 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pipeline.cluster.agent.launch_spec import pack, unpack
 from pipeline.cluster.agent.rank_table import Phase, error_kind
+from pipeline.cluster.outcome import Outcome
 
 OPTION = "--agent="
 # Not SIGUSR1, which asks a job to save and end.
 STACKS_SIGNAL = signal.SIGUSR2
 
 
-class RankLink(Protocol):
-    """What a rank has to say while it lives."""
+class RankLink:
+    """Tells the agent how the rank is, by one JSON object a line. Any thread may speak.
 
-    supervised: bool
+    Args:
+        stream: To the agent; None in a rank that was started without one (a test), which tells nobody.
+    """
 
-    def progress(self, phase: Phase, step: int) -> None:
-        """This rank has come so far: what it does now, with `step` steps taken."""
-
-    def saved(self, step: int) -> None:
-        """A checkpoint of this step is complete. Rank 0 says it."""
-
-    def folder(self, output_dir: str) -> None:
-        """The job's output folder. Of rank 0: it has it to itself from now on."""
-
-    def ending(self, status: str, step: int, message: str) -> None:
-        """The run has ended well, on every rank; this one leaves."""
-
-    def left_early(self, message: str) -> None:
-        """A signal ends this rank before the ranks have met: the others are to end, too."""
-
-    def failed(self, error: BaseException, step: int, report: str) -> None:
-        """This rank cannot go on; `report` is its traceback."""
-
-    def refused(self, report: str) -> None:
-        """The job is wrong; `report` has the problems."""
-
-
-class NullLink:
-    """Tells nobody."""
-
-    supervised = False
-
-    def progress(self, phase: Phase, step: int) -> None:
-        pass
-
-    def saved(self, step: int) -> None:
-        pass
-
-    def folder(self, output_dir: str) -> None:
-        pass
-
-    def ending(self, status: str, step: int, message: str) -> None:
-        pass
-
-    def left_early(self, message: str) -> None:
-        pass
-
-    def failed(self, error: BaseException, step: int, report: str) -> None:
-        pass
-
-    def refused(self, report: str) -> None:
-        pass
-
-
-class AgentLink:
-    """Tells the agent, by one JSON object a line. Any thread may speak."""
-
-    supervised = True
-
-    def __init__(self, stream: socket.socket) -> None:
+    def __init__(self, stream: socket.socket | None = None) -> None:
         self._stream = stream
         self._lock = threading.Lock()
 
+    @property
+    def supervised(self) -> bool:
+        """Whether an agent hears it."""
+        return self._stream is not None
+
     def progress(self, phase: Phase, step: int) -> None:
-        self._send(phase=phase, step=step, **{"is": "progress"})
+        """What this rank does now, with `step` steps taken."""
+        self._send("progress", phase=phase, step=step)
 
     def saved(self, step: int) -> None:
-        self._send(step=step, **{"is": "saved"})
+        """A checkpoint of this step is complete. Rank 0 reports it."""
+        self._send("saved", step=step)
 
     def folder(self, output_dir: str) -> None:
-        self._send(path=str(Path(output_dir).absolute()), **{"is": "folder"})
+        """The job's output folder. Of rank 0: it has it to itself from now on."""
+        self._send("folder", path=str(Path(output_dir).absolute()))
 
-    def ending(self, status: str, step: int, message: str) -> None:
-        self._send(status=status, step=step, message=message, **{"is": "ending"})
+    def ended(self, outcome: Outcome) -> None:
+        """The run has ended well, on every rank; this one leaves."""
+        self._send("ending", status=outcome.status, step=outcome.step, message=outcome.message)
 
     def left_early(self, message: str) -> None:
-        self._send(status="stopped", step=0, message=message, early=True, **{"is": "ending"})
+        """A signal ends this rank before the ranks have met: the others are to end, too."""
+        self._send("ending", status="stopped", step=0, message=message, early=True)
 
     def failed(self, error: BaseException, step: int, report: str) -> None:
-        message = f"{type(error).__name__}: {error}".strip()
-        first_line = message.splitlines()[0]
-        self._send(kind=error_kind(error), step=step, message=first_line, text=report, **{"is": "failure"})
+        """This rank cannot continue; `report` is its traceback."""
+        message = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        self._send("failure", kind=error_kind(error), step=step, message=message, text=report)
 
     def refused(self, report: str) -> None:
-        first_line = next((line for line in report.splitlines() if line.strip()), "the job is wrong")
-        self._send(kind="refused", step=0, message=first_line.strip(), text=report, **{"is": "failure"})
+        """The job is wrong; `report` has the problems."""
+        message = next((line.strip() for line in report.splitlines() if line.strip()), "the job is wrong")
+        self._send("failure", kind="refused", step=0, message=message, text=report)
 
-    def _send(self, **message: Any) -> None:
+    def _send(self, what: str, **message: Any) -> None:
+        if self._stream is None:
+            return
         # Without its agent the rank is killed by the system; there is nobody to tell.
         with self._lock, contextlib.suppress(OSError):
-            self._stream.sendall(json.dumps(message).encode() + b"\n")
+            self._stream.sendall(json.dumps({"is": what} | message).encode() + b"\n")
 
 
 @dataclass(frozen=True)
@@ -150,11 +112,11 @@ def split_inherited(arguments: Sequence[str]) -> tuple[Inherited | None, list[st
     return Inherited(values["link"], values["stacks"], hosts, tuple(values["batch"])), rest
 
 
-def connect(inherited: Inherited) -> AgentLink:
+def connect(inherited: Inherited) -> RankLink:
     """The link to this process's agent, which can ask for stacks from now on."""
     stacks = os.fdopen(inherited.stacks, "w")
     faulthandler.enable()  # a crash in native code shows where Python was
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
     for descriptor in (inherited.link, inherited.stacks):
         os.set_inheritable(descriptor, False)
-    return AgentLink(socket.socket(fileno=inherited.link))
+    return RankLink(socket.socket(fileno=inherited.link))

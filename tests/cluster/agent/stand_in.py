@@ -90,8 +90,9 @@ for step in range(1, steps + 1):
     if stops:
         status = "stopped"
         break
+outcome = Outcome(status, step, place.master_port, message=" ".join(stops))
 if place.rank == 0:
-    write_outcome(folder, Outcome(status, step, place.master_port, message=" ".join(stops)))
-link.ending(status, step, " ".join(stops))
+    write_outcome(folder, outcome)
+link.ended(outcome)
 misbehave_at("end", step)
 sys.exit(3 if status == "stopped" else 0)
