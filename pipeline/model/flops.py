@@ -56,8 +56,3 @@ def forward_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
 def training_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     """FLOPs of forward and backward for one token in sequences of `sequence_length`."""
     return TRAINING_OVER_FORWARD * forward_flops_per_token(model, sequence_length)
-
-
-def training_flops_per_step(model: ModelConfig, train_batch_size: int, sequence_length: int) -> float:
-    """FLOPs of one optimizer step of the whole job, over all its sequences."""
-    return training_flops_per_token(model, sequence_length) * train_batch_size * sequence_length

@@ -90,7 +90,3 @@ class Mesh:
         rows = self.grid.transpose(*fixed, *sorted(varying))
         size = int(np.prod([self.shape[i] for i in varying], dtype=int))
         return tuple(tuple(int(rank) for rank in row) for row in rows.reshape(-1, size))
-
-    def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The group along `axes` that `rank` belongs to."""
-        return next(group for group in self.groups(*axes) if rank in group)

@@ -154,14 +154,11 @@ class Loop:
 
     def _report(self, result: StepResult, step_time: float) -> None:
         metrics = self.speedometer.measure(
-            step=self.state.step,
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            lr=result.lr,
+            self.state.step,
+            result,
             tokens=self.state.tokens,
             step_time=step_time,
             data_time=self.loader.data_time,
-            skipped=result.skipped,
         )
         for sink in self.sinks:
             sink.step(metrics)

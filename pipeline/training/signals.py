@@ -76,18 +76,9 @@ class StopRequest:
         self._pid = os.getpid()
 
     @property
-    def requested(self) -> bool:
-        return self._signal is not None
-
-    @property
     def number(self) -> signal.Signals | None:
-        """The first signal that arrived on this rank."""
+        """The first signal that arrived on this rank; None if none did."""
         return self._signal
-
-    @property
-    def signal_name(self) -> str | None:
-        """The first signal that arrived on this rank, e.g. ``"SIGTERM"``; None if none did."""
-        return None if self._signal is None else self._signal.name
 
     @contextlib.contextmanager
     def meeting(self) -> Iterator[None]:

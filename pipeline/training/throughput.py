@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pipeline.training.metrics import StepMetrics
+
+if TYPE_CHECKING:
+    from pipeline.engine.engine import StepResult
 
 
 @dataclass(frozen=True)
@@ -113,30 +117,21 @@ class Speedometer:
     peak_flops: float | None = None
 
     def measure(
-        self,
-        *,
-        step: int,
-        loss: float,
-        grad_norm: float,
-        lr: float,
-        tokens: int,
-        step_time: float,
-        data_time: float,
-        skipped: bool,
+        self, step: int, result: StepResult, *, tokens: int, step_time: float, data_time: float
     ) -> StepMetrics:
         """The metrics of a step that took `step_time` seconds; arguments as `StepMetrics` has them."""
         rate = self.tokens_per_step / step_time
         flops = rate * self.flops_per_token / self.num_devices
         return StepMetrics(
             step=step,
-            loss=loss,
-            grad_norm=grad_norm,
-            lr=lr,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=result.lr,
             tokens=tokens,
             step_time=step_time,
             tokens_per_second=rate,
             tflops_per_device=flops / 1e12,
             mfu=flops / self.peak_flops if self.peak_flops else None,
             data_time=data_time,
-            skipped=skipped,
+            skipped=result.skipped,
         )

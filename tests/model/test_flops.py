@@ -8,7 +8,6 @@ from pipeline.job.model_presets import PRESETS
 from pipeline.model.flops import (
     block_flops_per_token,
     forward_flops_per_token,
-    training_flops_per_step,
     training_flops_per_token,
 )
 from pipeline.model.parameter_counts import total_parameters
@@ -22,7 +21,6 @@ def test_gpt2_by_hand():
     assert block_flops_per_token(GPT2, 1024) == 3_538_944 + 1_572_864 + 1_179_648 + 9_437_184
     assert forward_flops_per_token(GPT2, 1024) == 12 * 15_728_640 + 77_194_752
     assert training_flops_per_token(GPT2, 1024) == 797_815_296
-    assert training_flops_per_step(GPT2, 512, 1024) == 797_815_296 * 512 * 1024
 
 
 def _small(kind, **changes):
@@ -57,7 +55,8 @@ def test_equals_torchs_counter(kind):
         reference(tokens, labels=tokens).loss.backward()
     # Per token, layer and pass: 2 products of 2 * query width for each of the other length / 2 tokens.
     upper_triangle = 3 * model.num_layers * 2 * 2 * 64 * (length // 2) * batch * length
-    assert counter.get_total_flops() == training_flops_per_step(model, batch, length) + upper_triangle
+    training = training_flops_per_token(model, length) * batch * length
+    assert counter.get_total_flops() == training + upper_triangle
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -7,6 +7,7 @@ import json
 import math
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,16 +19,8 @@ SPEEDOMETER = Speedometer(tokens_per_step=4096, flops_per_token=6e9, num_devices
 
 
 def metrics(step: int, loss: float = 2.5, grad_norm: float = 1.0, skipped: bool = False) -> StepMetrics:
-    return SPEEDOMETER.measure(
-        step=step,
-        loss=loss,
-        grad_norm=grad_norm,
-        lr=1e-3,
-        tokens=4096 * step,
-        step_time=0.5,
-        data_time=0.01,
-        skipped=skipped,
-    )
+    result = SimpleNamespace(loss=loss, grad_norm=grad_norm, lr=1e-3, skipped=skipped)
+    return SPEEDOMETER.measure(step, result, tokens=4096 * step, step_time=0.5, data_time=0.01)
 
 
 def write(path: Path, steps: range, resume_step: int = 0, evaluate_every: int = 2) -> MetricsFile:
@@ -52,9 +45,8 @@ def test_rates_are_worked_out_from_the_step_time():
 
 def test_mfu_is_null_without_a_known_peak():
     unknown = Speedometer(tokens_per_step=4096, flops_per_token=6e9, num_devices=8)
-    result = unknown.measure(
-        step=1, loss=1.0, grad_norm=1.0, lr=1.0, tokens=4096, step_time=1.0, data_time=0.0, skipped=False
-    )
+    step = SimpleNamespace(loss=1.0, grad_norm=1.0, lr=1.0, skipped=False)
+    result = unknown.measure(1, step, tokens=4096, step_time=1.0, data_time=0.0)
     assert result.mfu is None
     assert json.loads(to_json(result))["mfu"] is None
 

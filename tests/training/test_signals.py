@@ -24,9 +24,9 @@ ROOT = Path(__file__).parents[2]
 LOOP = """
     with StopRequest(announce=True) as stop:
         print("ready", flush=True)
-        while not stop.requested:
+        while not stop.number:
             time.sleep(0.01)
-        print(stop.signal_name, flush=True)
+        print(stop.number.name, flush=True)
     sys.exit(3)
 """
 
@@ -44,9 +44,9 @@ STUCK = """
 SLOW = """
     with StopRequest(announce=True) as stop:
         print("ready", flush=True)
-        while not stop.requested:
+        while not stop.number:
             time.sleep(0.01)
-        print(stop.signal_name, flush=True)
+        print(stop.number.name, flush=True)
         time.sleep(1.5)
     sys.exit(3)
 """
@@ -136,7 +136,7 @@ def test_a_forked_child_ends_at_sigterm_and_ignores_ctrl_c():
             assert os.waitpid(child, os.WNOHANG) == (0, 0)
             os.kill(child, 15)
             _, status = os.waitpid(child, 0)
-            assert not stop.requested
+            assert not stop.number
         sys.exit(os.WTERMSIG(status))
     """
     with started(body) as process:
@@ -154,8 +154,8 @@ def test_handlers_and_wakeup_descriptor_are_put_back():
     try:
         with StopRequest() as stop:
             os.kill(os.getpid(), signal.SIGUSR1)
-            assert stop.requested
-            assert stop.signal_name == "SIGUSR1"
+            assert stop.number
+            assert stop.number.name == "SIGUSR1"
         assert [signal.getsignal(number) for number in numbers] == before
         assert signal.set_wakeup_fd(outer) == writer.fileno()
         assert threading.active_count() == threads
@@ -171,7 +171,7 @@ MEETING = """
             with stop.meeting():
                 print("ready", flush=True)
                 {met}
-            print(stop.signal_name, flush=True)
+            print(stop.number.name, flush=True)
         except StoppedEarly as request:
             print("early", request, flush=True)
     sys.exit(3)
@@ -195,8 +195,8 @@ def test_a_signal_while_ranks_meet_is_for_all_of_them(met: str, said: str):
 
 def test_nothing_is_requested_at_first():
     with StopRequest() as stop:
-        assert not stop.requested
-        assert stop.signal_name is None
+        assert not stop.number
+        assert stop.number is None
 
 
 def test_only_the_main_thread_can_install_it():
