@@ -158,6 +158,25 @@ def test_a_restart_that_is_refused_says_only_why(tmp_path: Path, capsys: pytest.
     assert first.startswith("World") and second.startswith("error: train_steps = 0: ")
 
 
+def test_a_restart_reads_the_files_anew_and_outlives_the_middle_of_an_edit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    asked = options(tmp_path)
+    path, rates = Path(asked.deepspeed_config), []
+    edited = path.read_text().replace("0.001", "0.002")
+    texts = [edited[:-9], edited]
+
+    def start(*_: object) -> Outcome:
+        rates.append(check(asked, LauncherOptions(num_gpus=1)).job.optimizer.lr)
+        return failed(5, 4) if len(rates) == 1 else Outcome("finished", 10)
+
+    monkeypatch.setattr(restart_loop, "start_once", start)
+    monkeypatch.setattr(restart_loop.time, "sleep", lambda _: path.write_text(texts.pop(0)))
+    assert restart_loop.run_job(asked, LauncherOptions(num_gpus=1, max_restarts=3), [], ["./launch.sh"]) == 0
+    assert rates == [1e-3, 2e-3]
+    assert "config.json:1" in capsys.readouterr().err
+
+
 def test_a_stop_of_a_second_start_before_its_first_step_names_the_checkpoint_that_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
