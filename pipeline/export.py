@@ -6,11 +6,9 @@ every problem if it cannot be done as asked, 1 anything else.
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,8 +16,10 @@ import tyro
 
 from pipeline.base.command import end_interrupts, run_command
 from pipeline.base.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem
-from pipeline.checkpoints.export.checkpoint_at import (
-    checkpoint_at,
+from pipeline.checkpoints.export.arguments import (
+    bytes_of,
+    chosen_checkpoint,
+    dtype_problems,
     model_of_checkpoint,
     tokenizer_of_checkpoint,
 )
@@ -29,11 +29,8 @@ from pipeline.training.quiet import quiet_deepspeed
 
 if TYPE_CHECKING:
     from pipeline.checkpoints.export.export_folder import Export
-    from pipeline.checkpoints.manifest import Checkpoint
 
 PROGRAM = "python -m pipeline.export"
-DTYPES = ("float32", "bfloat16", "float16")
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 @dataclass(frozen=True)
@@ -92,10 +89,7 @@ def _export(options: ExportOptions) -> Export:
     Raises:
         JobError: with every problem that can be seen in the options and the checkpoint.
     """
-    problems, largest = [], bytes_of(options.max_shard_size)
-    if options.dtype not in DTYPES:
-        rule = f"is not one of {', '.join(DTYPES)}"
-        problems.append(Problem("dtype", options.dtype, rule, "Correct --dtype"))
+    problems, largest = dtype_problems(options.dtype), bytes_of(options.max_shard_size)
     if not largest:
         rule = "is no size above 0, such as 500MB or 5GB"
         problems.append(Problem("max_shard_size", options.max_shard_size, rule, "Correct --max_shard_size"))
@@ -122,19 +116,6 @@ def _export(options: ExportOptions) -> Export:
         options.overwrite,
         options.allow_pickle,
     )
-
-
-def chosen_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint at `path`; says which newer ones were skipped."""
-    return checkpoint_at(path).told(partial(print, file=sys.stderr))
-
-
-def bytes_of(size: str) -> int | None:
-    """5GB -> 5,000,000,000, as transformers counts; None for what is no size."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?B)?", size.strip(), re.IGNORECASE)
-    if not match:
-        return None
-    return int(float(match[1]) * _UNITS.get((match[2] or "").upper(), 1))
 
 
 def _say(message: str) -> None:

@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.base.command import end_interrupts, run_command
-from pipeline.base.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem
+from pipeline.base.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, JobError
 from pipeline.checkpoints.conversion_rules import (
     ReshardOptions,
     conversion_problems,
     find_source,
+    option_problems,
     options_for,
     run_file_of,
 )
 from pipeline.checkpoints.manifest import Checkpoint
-from pipeline.checkpoints.output import output_problems
 from pipeline.checkpoints.resume import layout_changes
 from pipeline.cluster.launcher_options import LauncherOptions, launcher_problems
 from pipeline.cluster.world import resolve_world
@@ -66,7 +66,7 @@ def _read(arguments: Sequence[str]) -> tuple[Checkpoint, Job, ReshardOptions]:
         JobError: with everything that is wrong.
     """
     launcher, options, _ = read_arguments(arguments, ReshardOptions, PROGRAM)
-    if problems := _own_problems(options):
+    if problems := option_problems(options, PROGRAM):
         raise JobError(problems)
     checkpoint = find_source(options.checkpoint).told(partial(print, file=sys.stderr))
     run_file = run_file_of(checkpoint)
@@ -75,22 +75,6 @@ def _read(arguments: Sequence[str]) -> tuple[Checkpoint, Job, ReshardOptions]:
             ["--config", str(run_file), *arguments], ReshardOptions, PROGRAM
         )
     return checkpoint, _job(checkpoint, options, launcher), options
-
-
-def _own_problems(options: ReshardOptions) -> list[Problem]:
-    problems = []
-    for name in ("checkpoint", "folder"):
-        if not getattr(options, name):
-            remedy = f"{PROGRAM} CHECKPOINT FOLDER [options]"
-            problems.append(Problem(name.upper(), "", "is missing", remedy))
-    if options.folder and Path(options.folder).name in ("", ".."):
-        rule = "is not the name of a folder to make"
-        problems.append(Problem("FOLDER", options.folder, rule, "Name a folder that does not exist"))
-    elif options.folder:
-        problems += output_problems("FOLDER", options.folder)
-    if options.workers < 1:
-        problems.append(Problem("workers", options.workers, "must be at least 1", "Raise --workers"))
-    return problems
 
 
 def _job(checkpoint: Checkpoint, options: ReshardOptions, launcher: LauncherOptions) -> Job:

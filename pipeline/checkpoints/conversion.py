@@ -35,9 +35,8 @@ from pipeline.checkpoints.universal import (
     write_parameter,
 )
 from pipeline.job.job import Job
+from pipeline.job.model_source import TOKENIZER_FOLDER
 from pipeline.model.gpt import parameter_cuts
-
-TOKENIZER = "tokenizer"
 
 
 @dataclass(frozen=True)
@@ -132,10 +131,10 @@ def _write(
     files = [file for name in source.cuts for file in done[name]]
     files += write_common(source, job, checkpoint.state, task_of(checkpoint, job), partial.content)
     entries = {file.name: FileEntry(file.bytes, file.digest) for file in files}
-    if (tokenizer := checkpoint.path / TOKENIZER).exists():
-        shutil.copytree(tokenizer, partial.content / TOKENIZER, dirs_exist_ok=True)
-        copied = files_below(partial.content / TOKENIZER)
-        entries |= {f"{TOKENIZER}/{name}": entry for name, entry in copied.items()}
+    if (tokenizer := checkpoint.path / TOKENIZER_FOLDER).exists():
+        shutil.copytree(tokenizer, partial.content / TOKENIZER_FOLDER, dirs_exist_ok=True)
+        copied = files_below(partial.content / TOKENIZER_FOLDER)
+        entries |= {f"{TOKENIZER_FOLDER}/{name}": entry for name, entry in copied.items()}
     sync_files(partial.content)
     write_converted_manifest(checkpoint, partial.content, entries, layout_of(job))
     partial.publish()

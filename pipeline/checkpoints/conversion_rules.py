@@ -10,12 +10,12 @@ import tyro
 
 from pipeline.base.problems import JobError, Problem
 from pipeline.checkpoints.manifest import MANIFEST, SHARDS, Checkpoint, layout_of, read_checkpoint
+from pipeline.checkpoints.output import output_problems
 from pipeline.checkpoints.resume import Selection, find_selection
 from pipeline.job.job import Job
+from pipeline.job.model_source import TOKENIZER_FOLDER
 from pipeline.job.options import RUN_FILE, CheckOptions
 from pipeline.job.run_file import CHECKPOINTS
-
-TOKENIZER = "tokenizer"
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,23 @@ class ReshardOptions(CheckOptions):
     """The folder to make. It is a checkpoint of its own, for --resume FOLDER."""
     workers: int = 4
     """Parameters that are converted at the same time; each takes the memory of one of its tensors in fp32."""
+
+
+def option_problems(options: ReshardOptions, program: str) -> list[Problem]:
+    """What is wrong with the options of a conversion by themselves; `program` is how it is called."""
+    problems = []
+    for name in ("checkpoint", "folder"):
+        if not getattr(options, name):
+            remedy = f"{program} CHECKPOINT FOLDER [options]"
+            problems.append(Problem(name.upper(), "", "is missing", remedy))
+    if options.folder and Path(options.folder).name in ("", ".."):
+        rule = "is not the name of a folder to make"
+        problems.append(Problem("FOLDER", options.folder, rule, "Name a folder that does not exist"))
+    elif options.folder:
+        problems += output_problems("FOLDER", options.folder)
+    if options.workers < 1:
+        problems.append(Problem("workers", options.workers, "must be at least 1", "Raise --workers"))
+    return problems
 
 
 def find_source(given: str) -> Selection:
@@ -60,7 +77,7 @@ def run_file_of(checkpoint: Checkpoint) -> Path | None:
 
 def options_for(options: ReshardOptions, checkpoint: Checkpoint) -> ReshardOptions:
     """The options of the job that is to go on, without what a conversion does not touch: data and length."""
-    tokenizer, steps = checkpoint.path / TOKENIZER, options.train_steps
+    tokenizer, steps = checkpoint.path / TOKENIZER_FOLDER, options.train_steps
     if steps is None and options.train_tokens is None:
         steps = max(checkpoint.state.step, 1)
     return replace(

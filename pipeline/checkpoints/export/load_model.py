@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from pipeline.base.problems import JobError, Problem
-from pipeline.checkpoints.export.checkpoint_at import model_of_checkpoint, tokenizer_of_checkpoint
+from pipeline.checkpoints.export.arguments import model_of_checkpoint, tokenizer_of_checkpoint
 from pipeline.checkpoints.export.checkpoint_tensors import rounded
 from pipeline.checkpoints.manifest import Checkpoint
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer, vocabulary_problems

@@ -1,7 +1,10 @@
-"""The checkpoint and the tokenizer that a command is given by a path. No torch."""
+"""What export and generate are given: a checkpoint, a tokenizer, a format, a size. No torch."""
 
 from __future__ import annotations
 
+import re
+import sys
+from functools import partial
 from pathlib import Path
 
 from pipeline.base.problems import JobError, Problem
@@ -13,7 +16,9 @@ from pipeline.data.tokenizer import TOKENIZER, Tokenizer, load_tokenizer
 from pipeline.job.model_source import CHECKPOINTS, TOKENIZER_FOLDER
 from pipeline.model.config import ModelConfig, model_from_json
 
+DTYPES = ("float32", "bfloat16", "float16")
 _OF_MODEL = "model."
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -68,3 +73,23 @@ def tokenizer_of_checkpoint(checkpoint: Checkpoint, name: str | None) -> Tokeniz
             return load_tokenizer(str(folder / TOKENIZER_FOLDER))
     rule = f"neither {checkpoint.path} nor its run has a folder {TOKENIZER_FOLDER}"
     raise JobError([Problem("tokenizer", None, rule, "Give --tokenizer")])
+
+
+def chosen_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint at `path`; says which newer ones were skipped."""
+    return checkpoint_at(path).told(partial(print, file=sys.stderr))
+
+
+def dtype_problems(dtype: str) -> list[Problem]:
+    """What is wrong with a value of ``--dtype``."""
+    if dtype in DTYPES:
+        return []
+    return [Problem("dtype", dtype, f"is not one of {', '.join(DTYPES)}", "Correct --dtype")]
+
+
+def bytes_of(size: str) -> int | None:
+    """5GB -> 5,000,000,000, as transformers counts; None for what is no size."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?B)?", size.strip(), re.IGNORECASE)
+    if not match:
+        return None
+    return int(float(match[1]) * _UNITS.get((match[2] or "").upper(), 1))
