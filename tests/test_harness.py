@@ -104,6 +104,7 @@ def hang_without_stacks_signal() -> None:
         wait_for_godot()
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_a_hang_ends_in_time_with_every_stack():
     run_ranks(all_reduce_rank, 1)  # the server's own start is not what is timed

@@ -46,6 +46,7 @@ def run_benchmark(name: str, tmp_path: Path, arguments: list[str]) -> tuple[int,
 
 
 @pytest.mark.slow
+@pytest.mark.repeats
 def test_throughput_measures_every_contender_at_the_same_losses(tmp_path: Path, small: list[str]):
     arguments = "--device cpu --batch 4 --accumulation 2 --rounds 2 --warmup 2 --data".split()
     code, values = run_benchmark("throughput", tmp_path, [*small, *arguments, str(ROOT / "pipeline")])
@@ -60,6 +61,7 @@ def test_throughput_measures_every_contender_at_the_same_losses(tmp_path: Path, 
 
 
 @pytest.mark.slow
+@pytest.mark.repeats
 def test_memory_is_what_the_paper_says(tmp_path: Path):
     # Large enough that padding to equal shards is below the tolerance.
     code, values = run_benchmark("memory", tmp_path, ["--device", "cpu"])
@@ -69,6 +71,7 @@ def test_memory_is_what_the_paper_says(tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.repeats
 def test_memory_that_deviates_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small: list[str]):
     monkeypatch.setattr(memory, "TOLERANCE", -1.0)
     given = memory.Arguments(device="cpu", model=small[1])
@@ -76,6 +79,7 @@ def test_memory_that_deviates_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 @pytest.mark.slow
+@pytest.mark.repeats
 def test_pipeline_bubble_measures_both_schedules(tmp_path: Path, small: list[str]):
     arguments = "--device cpu --micro_batches 2 4 --rounds 2".split()
     code, values = run_benchmark("pipeline_bubble", tmp_path, [*small, *arguments])
@@ -86,6 +90,7 @@ def test_pipeline_bubble_measures_both_schedules(tmp_path: Path, small: list[str
 
 
 @pytest.mark.slow
+@pytest.mark.repeats
 def test_loss_curves_of_one_precision_are_equal(tmp_path: Path, small: list[str]):
     arguments = "--second cpu-fp32 --steps 4 --batch 4".split()
     code, values = run_benchmark("loss_curves", tmp_path, [*small, *arguments])
@@ -95,6 +100,7 @@ def test_loss_curves_of_one_precision_are_equal(tmp_path: Path, small: list[str]
 
 
 @pytest.mark.slow
+@pytest.mark.repeats
 def test_checkpoints_are_measured_beside_their_bare_equivalents(tmp_path: Path, small: list[str]):
     (tmp_path / "disk").mkdir()
     arguments = f"--device cpu --rounds 1 --only bf16-zero1 --folder {tmp_path / 'disk'}".split()

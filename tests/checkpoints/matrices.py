@@ -9,11 +9,17 @@ All pairs of layouts would be some ten thousand runs. The tables are pruned by r
 - `FORMATS`: for bf16 to bf16, bf16 to fp32 and fp32 to bf16, each value of each axis occurs on either side.
 - `OFFLINE` and `BITS`: each value of each axis, and each format, occurs on either side.
 
-`FAST` runs with every change; `OTHER` has what is no axis: settings that move things inside the files, the
-boundaries of stages, all four kinds at once, and a model with other parameters.
+Of `RESHAPE` and `FORMATS` some rows always run that together have each value on either side (`both_sides`,
+`formats`); the rest are repeats. `FAST` runs with every change. `OTHER` has what is no axis: settings that
+move things inside the files, the boundaries of stages, all four kinds at once, and a model with other
+parameters.
 """
 
 from __future__ import annotations
+
+from collections.abc import Hashable
+
+from tests.checkpoints.layouts import find
 
 Row = tuple[str, str, str]  # weights, saved in, goes on in
 
@@ -129,3 +135,17 @@ OFFLINE: tuple[Row, ...] = (
     ("untied", "zero1", "bf16 zero1"),
 )
 BITS: tuple[Row, ...] = (*OFFLINE, *OTHER)
+
+
+def both_sides(row: Row) -> set[tuple[Hashable, ...]]:
+    """What a row shows: a value of an axis, with these weights, on this side."""
+    weights, *layouts = row
+    sides = enumerate(find(layout).values().items() for layout in layouts)
+    return {(weights, side, value) for side, values in sides for value in values}
+
+
+def formats(row: Row) -> set[tuple[Hashable, ...]]:
+    """What a row shows beside that, whichever its weights: a change of format, with these weights."""
+    weights, first, second = row
+    change = (weights, find(first).compute, find(second).compute)
+    return {change} | {fact[1:] for fact in both_sides(row)}

@@ -22,9 +22,10 @@ from pipeline.job.schema import KEYS
 from pipeline.job.world import Host, World
 from pipeline.parallel.parameters import cut_of
 from tests.checkpoints.layouts import OPTIMIZERS, Layout, arguments, find
-from tests.checkpoints.matrices import BITS, FAST, FORMATS, OFFLINE, OTHER, RESHAPE, Row
+from tests.checkpoints.matrices import FAST, FORMATS, OFFLINE, OTHER, RESHAPE, Row, both_sides, formats
 from tests.checkpoints.runs import BEFORE, STEPS, Runs, differences, differing_state, losses, saved
 from tests.checkpoints.small import save_checkpoint, start
+from tests.covering import slow
 from tests.end_to_end.jobs import Fault
 from tests.harness import run_ranks
 
@@ -83,14 +84,18 @@ def test_another_layout_goes_on(row: Row, runs: Runs):
     check(runs, row)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("row", [*RESHAPE, *OTHER], ids=name)
-def test_further_layout_goes_on(row: Row, runs: Runs):
+@pytest.mark.parametrize("row", slow((), RESHAPE, both_sides), ids=name)
+def test_any_layout_goes_on(row: Row, runs: Runs):
     check(runs, row)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", FORMATS, ids=name)
+@pytest.mark.parametrize("row", OTHER, ids=name)
+def test_further_layout_goes_on(row: Row, runs: Runs):
+    check(runs, row)
+
+
+@pytest.mark.parametrize("row", slow((), FORMATS, formats), ids=name)
 def test_other_formats_go_on(row: Row, runs: Runs):
     model, first, second = row
     run, _ = runs.resumed(first, second, model=model)
@@ -136,8 +141,11 @@ def test_the_same_layout_goes_on_to_the_bit(layout: str, runs: Runs):
     assert losses(run) == losses(runs.trained(layout, STEPS))
 
 
+# The rows of `OTHER` also train above.
 @pytest.mark.slow
-@pytest.mark.parametrize("row", [*FAST, *BITS], ids=name)
+@pytest.mark.parametrize(
+    "row", [*FAST, *OFFLINE, *(pytest.param(row, marks=pytest.mark.repeats) for row in OTHER)], ids=name
+)
 def test_not_a_bit_is_lost(row: Row, runs: Runs):
     model, first, second = row
     source = saved(runs.trained(first, BEFORE, model), BEFORE)

@@ -44,6 +44,7 @@ def test_a_second_host_is_refused_while_the_first_beats(tmp_path: Path) -> None:
     second.release()
 
 
+@pytest.mark.alone
 def test_a_dead_host_does_not_hold_it_for_ever(tmp_path: Path) -> None:
     first, second = on_host(tmp_path, "one"), on_host(tmp_path, "two")
     first.take()

@@ -275,6 +275,7 @@ def test_a_token_file_that_changes_under_the_run_stops_it(change: str, tmp_path:
 # Size
 
 
+@pytest.mark.alone
 def test_a_trillion_tokens_open_in_a_second_and_serve_their_end(tmp_path: Path) -> None:
     """A sparse file of 2 TB: every product and offset is beyond 32 bits, the last ones beyond 2^39."""
     path, size, document = tmp_path / "tokens.bin", 10**12, 10**9

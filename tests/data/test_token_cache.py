@@ -188,6 +188,7 @@ def start(
     return process
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_one_process_works_and_the_others_wait(texts: Path, tmp_path: Path) -> None:
     messages = multiprocessing.get_context("spawn").Queue()

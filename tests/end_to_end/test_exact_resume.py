@@ -19,13 +19,23 @@ STOP_AFTER = 2
 
 @dataclass(frozen=True)
 class Case:
-    """A layout, and what changes in the JSON and on the command line."""
+    """A layout, and what changes in the JSON and on the command line.
+
+    Attributes:
+        repeats: What it shows, other cases show together.
+    """
 
     name: str
     ranks: int
     config: dict[str, Any] = field(default_factory=dict)
     options: tuple[str, ...] = ()
     slow: bool = True
+    repeats: bool = False
+
+    @property
+    def marks(self) -> list[pytest.MarkDecorator]:
+        slow, repeats = (pytest.mark.slow,) * self.slow, (pytest.mark.repeats,) * self.repeats
+        return [*slow, *repeats]
 
 
 def zero(stage: int, **settings: Any) -> dict[str, Any]:
@@ -44,14 +54,14 @@ CASES = (
     Case("zero 3", 2, zero(3), slow=False),
     Case("one rank", 1),
     Case("zero 0", 2),
-    Case("zero 0, accumulation", 2, {"train_micro_batch_size_per_gpu": 1}, DROPOUT),
+    Case("zero 0, accumulation", 2, {"train_micro_batch_size_per_gpu": 1}, DROPOUT, repeats=True),
     Case("zero 2, accumulation", 2, {**zero(2), "train_micro_batch_size_per_gpu": 1}),
-    Case("zero 1, offload", 2, zero(1, offload_optimizer=CPU)),
-    Case("zero 2, offload", 2, zero(2, offload_optimizer=CPU)),
+    Case("zero 1, offload", 2, zero(1, offload_optimizer=CPU), repeats=True),
+    Case("zero 2, offload", 2, zero(2, offload_optimizer=CPU), repeats=True),
     Case("zero 3, offload", 2, zero(3, offload_optimizer=CPU, offload_param=CPU), DROPOUT),
-    Case("zero 1, 1f1b, dropout", 4, {"pipeline": {"stages": 2}, **zero(1)}, DROPOUT),
+    Case("zero 1, 1f1b, dropout", 4, {"pipeline": {"stages": 2}, **zero(1)}, DROPOUT, repeats=True),
     Case("dualpipev", 2, {"pipeline": {"stages": 2, "schedule": "dualpipev"}, **zero(1)}, DROPOUT),
-    Case("tensor", 2, {"tensor_parallel": {"autotp_size": 2}}, DROPOUT),
+    Case("tensor", 2, {"tensor_parallel": {"autotp_size": 2}}, DROPOUT, repeats=True),
     Case("tensor, zero 3", 4, {"tensor_parallel": {"autotp_size": 2}, **zero(3)}, DROPOUT),
     Case("sequence", 2, {"sequence_parallel_size": 2, **zero(1)}, DROPOUT),
     Case(
@@ -65,27 +75,25 @@ CASES = (
         },
         DROPOUT,
     ),
-    Case("bf16, zero 1", 2, {**BF16, **zero(1)}, DROPOUT),
-    Case("bf16, zero 2", 2, {**BF16, **zero(2)}),
+    Case("bf16, zero 1", 2, {**BF16, **zero(1)}, DROPOUT, repeats=True),
+    Case("bf16, zero 2", 2, {**BF16, **zero(2)}, repeats=True),
     Case("bf16, zero 3", 2, {**BF16, **zero(3)}),
     Case("bf16, zero 1, 1f1b", 2, {**BF16, **zero(1), "pipeline": {"stages": 2}}),
-    Case("bf16, zero 1, offload", 2, {**BF16, **zero(1, offload_optimizer=CPU)}),
+    Case("bf16, zero 1, offload", 2, {**BF16, **zero(1, offload_optimizer=CPU)}, repeats=True),
     Case("bf16, zero 0", 2, {**BF16, "data_types": {"grad_accum_dtype": "bf16"}}),
     Case("recomputation", 2, {"activation_checkpointing": {"mode": "full"}, **zero(1)}, DROPOUT),
     Case("sgd with momentum", 2, {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}),
     Case("saved at step 3, stopped after 2", 2, zero(1), ("--save_interval", "3")),
     Case("async, zero 1", 2, zero(1), (*ASYNC, *DROPOUT), slow=False),
-    Case("async, zero 0", 2, {}, ASYNC),
-    Case("async, zero 3, offload", 2, zero(3, offload_optimizer=CPU, offload_param=CPU), ASYNC),
+    Case("async, zero 0", 2, {}, ASYNC, repeats=True),
+    Case("async, zero 3, offload", 2, zero(3, offload_optimizer=CPU, offload_param=CPU), ASYNC, repeats=True),
     Case("async, bf16, zero 1, 1f1b", 2, {**BF16, **zero(1), "pipeline": {"stages": 2}}, ASYNC),
     # 32 samples a step, of a text that has about 60: the stop is in the second epoch, and in the warm-up.
     Case("async, mid-epoch, odd intervals", 2, {**zero(1), **WARM_UP, "train_batch_size": 32}, SHORT),
 )
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, id=case.name, marks=pytest.mark.slow if case.slow else ()) for case in CASES]
-)
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=case.marks) for case in CASES])
 def test_stopped_and_resumed_is_equal_to_the_last_bit(case: Case, tmp_path: Path):
     shop = Workshop(tmp_path)
     config = shop.config(**case.config)

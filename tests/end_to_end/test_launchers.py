@@ -66,7 +66,10 @@ def check_training(
     assert [process for name in hosts.all_names for process in hosts.inside(name, SCRIPT)] == []
 
 
-@pytest.mark.parametrize("launcher", ALONE)
+# torchrun is also started by the README's own commands.
+@pytest.mark.parametrize(
+    "launcher", [pytest.param("torchrun", marks=pytest.mark.repeats), "accelerate", "mpirun"]
+)
 def test_on_one_host(hosts: Hosts, workshop: Workshop, losses: list[float], launcher: str) -> None:
     if launcher == "mpirun":
         need("mpirun.openmpi", "openmpi-bin")

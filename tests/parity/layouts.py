@@ -1,4 +1,7 @@
-"""The matrix. What runs with every change is in `FAST`, what takes longer in `SLOW`."""
+"""The matrix. What runs with every change is in `FAST`, what takes longer in `SLOW`.
+
+Of `SLOW` those always run that together have any two settings which occur together; the rest are repeats.
+"""
 
 from __future__ import annotations
 

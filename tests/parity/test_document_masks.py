@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from pipeline.parallel.context import Parallel
 from pipeline.parallel.documents import DocumentBoard, DocumentReader
 from pipeline.parallel.dropout import DropoutClock
 from pipeline.parallel.parameters import ParameterFactory
+from tests.covering import pairs_of_settings, slow
 from tests.harness import run_ranks
 from tests.parity import compare, ranks
 from tests.parity.batches import global_batches
@@ -66,6 +67,13 @@ SLOW = (
     Case(pipeline=2, accumulation=4, model="dropout", recompute="full", **CLIP),
     Case(pipeline=2, sequence=2, accumulation=4, schedule="dualpipev", model="dropout"),
 )
+
+
+def what_masks_meet(case: Case) -> set[tuple[Hashable, ...]]:
+    """By this some cases of `SLOW` are chosen that always run; the rest are repeats."""
+    return pairs_of_settings(case, "sequence", "schedule", "recompute", "model")
+
+
 # A document of 6 tokens in rows of 16: the lengths of the documents before and after it.
 DOCUMENT = 6
 NEIGHBOURS = (((), (10,)), ((10,), ()), ((3, 2), (5,)), ((1, 1, 4), (1, 3)))
@@ -176,8 +184,7 @@ def test_layout_trains_as_documents_alone(case: Case, tmp_path: Path):
     check(case, tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", SLOW, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", slow(FAST, SLOW, what_masks_meet), ids=lambda case: case.id)
 def test_further_layout_trains_as_documents_alone(case: Case, tmp_path: Path):
     check(case, tmp_path)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.covering import pairs_of_settings, slow
 from tests.harness import run_ranks
 from tests.parity.cases import Case
 from tests.parity.compare import differences, replica_differences
@@ -29,8 +30,7 @@ def test_all_four_axes_at_once_train_as_one_process(tmp_path: Path):
     check(FOUR_AXES, tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", SLOW, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", slow((*FAST, FOUR_AXES), SLOW, pairs_of_settings), ids=lambda case: case.id)
 def test_further_layout_trains_as_one_process(case: Case, tmp_path: Path):
     check(case, tmp_path)
 

@@ -69,6 +69,7 @@ def test_ranks_get_the_rendezvous_that_is_free_where_rank_0_is(start: Start) -> 
     assert port > 1
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "message", "text"),

@@ -11,6 +11,8 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
+
 from pipeline.cluster.agent.nonblocking_writer import MAX_LINE, NonBlockingWriter, PlainLines, Tail
 from pipeline.cluster.agent.rank_output import KEPT_STARTS, RankOutput, forget_old_starts
 from tests.cluster.agent.agents import Start
@@ -132,6 +134,7 @@ def test_the_last_bytes_of_a_stream() -> None:
     assert tail.lines(1) == "ij"
 
 
+@pytest.mark.alone
 def test_an_outlet_that_nobody_reads_holds_nobody_up(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     writer = NonBlockingWriter(writer)

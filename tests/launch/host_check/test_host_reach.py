@@ -110,6 +110,7 @@ def test_a_program_that_does_not_end_is_killed_with_its_children() -> None:
     assert not [each for each in psutil.process_iter() if "61.5" in _words(each)]
 
 
+@pytest.mark.alone
 def test_hosts_that_hang_are_given_up_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "_GRACE_SECONDS", 0.3)
     hung = [session("sleep 63.5") for _ in range(8)]

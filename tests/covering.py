@@ -1,0 +1,48 @@
+"""Which cases of a long table always run: few that together show all there is to show, once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import fields
+from itertools import combinations
+from typing import Any, TypeVar
+
+import pytest
+
+Case = TypeVar("Case")
+Facts = Callable[[Any], Iterable[Hashable]]
+
+
+def covering(always: Iterable[Case], further: Sequence[Case], facts: Facts) -> list[Case]:
+    """The cases of `further` that, added to `always`, show every fact that any case shows.
+
+    Whichever shows most that is new comes next: not the fewest possible, but few, and the same every time.
+    """
+    missing = {fact for case in further for fact in facts(case)}
+    missing -= {fact for case in always for fact in facts(case)}
+    chosen = []
+    while missing:
+        best = max(further, key=lambda case: len(missing.intersection(facts(case))))
+        chosen.append(best)
+        missing -= set(facts(best))
+    return [case for case in further if case in chosen]
+
+
+def pairs_of_settings(case: Any, *names: str) -> set[tuple[Hashable, ...]]:
+    """Any two settings of a case that is a dataclass: ZeRO 3 with two stages, ZeRO 3 with clipping.
+
+    Args:
+        names: The settings that count; default: all.
+    """
+    names = names or tuple(field.name for field in fields(case))
+    settings = [(name, repr(getattr(case, name))) for name in names]
+    return set(combinations(settings, 2))
+
+
+def slow(always: Iterable[Case], further: Sequence[Case], facts: Facts) -> list[Any]:
+    """Parameters for a slow test: all of `further`, those marked repeats that show nothing new."""
+    chosen = covering(always, further, facts)
+    return [
+        pytest.param(case, marks=[pytest.mark.slow, *([] if case in chosen else [pytest.mark.repeats])])
+        for case in further
+    ]
