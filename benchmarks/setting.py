@@ -14,7 +14,7 @@ from pipeline.cluster.devices import BF16_CAPABILITY, visible_gpus
 from pipeline.data.training_data import DataSettings, TrainingData, load_data
 from pipeline.job.data_sources import one_source
 from pipeline.job.job import Job
-from pipeline.job.model_files import load_model
+from pipeline.job.models import load_model
 from pipeline.job.options import Options
 from pipeline.job.resolve import config_path, resolve
 from pipeline.job.world import Host, World

@@ -28,7 +28,7 @@ import pytest
 
 from pipeline.cluster.launcher_options import split_arguments
 from pipeline.cluster.world import world_from_hostfile
-from pipeline.job.model_presets import PRESETS
+from pipeline.job.models import PRESETS
 from pipeline.job.options import Options
 from pipeline.job.resolve import resolve
 from pipeline.model.parameter_counts import layer_parameters, total_parameters

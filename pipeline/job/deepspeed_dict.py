@@ -1,14 +1,14 @@
-"""The dict that `deepspeed.initialize(config=...)` receives: built here, printed by --print_config."""
+"""The dict that `deepspeed.initialize(config=...)` receives (--print_config prints it), and the monitors."""
 
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
-from pipeline.job.facts import Facts
+from pipeline.job.facts import Facts, Settings
 from pipeline.job.job import Batch, Precision, Resolved
-from pipeline.job.schema import KEYS
-from pipeline.job.settings import Settings
+from pipeline.job.schema import KEYS, MONITORS
 from pipeline.model.parameter_counts import layer_parameters, stage_parameters
 
 # DeepSpeed tests steps % steps_per_print, so "never" is a number that no run reaches.
@@ -102,3 +102,13 @@ def reduce_bucket(facts: Facts, stages: tuple[int, ...]) -> Resolved | None:
     if largest < usual:
         return Resolved(BUCKET, largest, "a rank's parameters")
     return Resolved(BUCKET, usual, why)
+
+
+def resolved_monitors(settings: Settings, output_dir: str) -> dict[str, dict[str, object]]:
+    """The enabled monitors with what was written for them, their files under the run's folder unless
+    ``output_path`` says where: DeepSpeed's own default is the current folder."""
+    blocks = {key: dict(settings.values[key]) for key in MONITORS if getattr(settings.config, key).enabled}
+    for key, block in blocks.items():
+        if f"{key}.output_path" in KEYS and not block.get("output_path"):
+            block["output_path"] = str(Path(output_dir) / key)
+    return blocks

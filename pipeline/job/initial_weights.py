@@ -19,7 +19,7 @@ from pipeline.base.user_input import exists, is_folder
 from pipeline.hugging_face.families import family_of
 from pipeline.hugging_face.safetensors_files import INDEX, SIZES, WEIGHTS, Stored, listed, stored_tensors
 from pipeline.hugging_face.tensor_map import OUTPUT, TIED, tensor_map
-from pipeline.job.model_presets import PRESETS
+from pipeline.job.models import PRESETS
 from pipeline.model.config import ModelConfig
 
 # What transformers once saved beside weights: masks and frequencies, which follow from config.json.

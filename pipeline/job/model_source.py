@@ -16,8 +16,7 @@ from pipeline.base.problems import JobError, Problem
 from pipeline.base.user_input import exists, is_file, is_folder
 from pipeline.data.tokenizer import TOKENIZER, TokenizerFacts, chosen_tokenizer, tokenizer_facts
 from pipeline.job.initial_weights import folder_weights_problems, model_folder
-from pipeline.job.model_files import AUTO, CONFIG_FILE, load_model
-from pipeline.job.model_presets import PRESETS
+from pipeline.job.models import AUTO, CONFIG_FILE, PRESETS, load_model
 from pipeline.job.options import RUN_FILE, Options
 from pipeline.model.config import ModelConfig, model_from_json
 

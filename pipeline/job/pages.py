@@ -10,11 +10,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from pipeline.base.fields import Field, Form
-from pipeline.job.foreign_keys import REFUSED, REMOVED
+from pipeline.job.learning import REFUSED_PARAMETERS
 from pipeline.job.rules import RULES
-from pipeline.job.scheduler import REFUSED_PARAMETERS
 from pipeline.job.schedules import SCHEDULES, parameters
-from pipeline.job.schema import KEYS
+from pipeline.job.schema import KEYS, REFUSED, REMOVED
 
 PROJECT = Path(__file__).resolve().parents[2]
 RULES_PAGE = PROJECT / "docs" / "rules.md"

@@ -15,8 +15,8 @@ from pipeline.data.corpus import SourceSpec
 from pipeline.data.tokenizer import tokenizer_facts
 from pipeline.job.batch import MICRO, STEPS, TRAIN, BatchRequest, resolve_batch
 from pipeline.job.data_sources import training_sources, validation_sets
-from pipeline.job.deepspeed_dict import deepspeed_dict, reduce_bucket
-from pipeline.job.facts import Facts, known
+from pipeline.job.deepspeed_dict import deepspeed_dict, reduce_bucket, resolved_monitors
+from pipeline.job.facts import Facts, Settings, known
 from pipeline.job.initial_weights import InitialWeights, initial_weights
 from pipeline.job.job import (
     Batch,
@@ -38,12 +38,10 @@ from pipeline.job.model_source import (
     starts_anew,
     weights_problems,
 )
-from pipeline.job.monitors import monitor_problems, resolved_monitors
 from pipeline.job.options import Options, option_problems
 from pipeline.job.rules import check_rules
 from pipeline.job.run_file import folder_problems, identity, restart_problems
 from pipeline.job.schedules import LearningRate
-from pipeline.job.settings import Settings
 from pipeline.job.stages import partition
 from pipeline.job.world import World
 from pipeline.model.config import ModelConfig
@@ -134,7 +132,6 @@ def examine(
     draft = Draft(options, world, list(problems))
     settings = Settings(read_json(config_path(options.deepspeed_config)))
     draft.problems += [*option_problems(options), *settings.problems]
-    draft.problems += monitor_problems(settings.values)
     draft.model = draft.derive("model", _model, options, world)
     _inputs(options, draft)
     tokenizer = known(draft.tokenizer).facts
@@ -326,7 +323,7 @@ def _assemble(facts: Facts, draft: Draft) -> Job:
         optimizer=known(draft.optimizer),
         output_dir=output_dir,
         deepspeed=passed,
-        monitors=resolved_monitors(settings.values, output_dir),
+        monitors=resolved_monitors(settings, output_dir),
         json=settings.written,
         resolved=tuple(draft.resolved),
         problems=tuple(draft.problems),

@@ -116,6 +116,8 @@ RULES: tuple[Rule, ...] = (
          "a third format helps nobody", zero.accumulation),
     Rule("switches", "A block that is turned on by enabled or device has that key",
          "an ignored block misleads", training.switches),
+    Rule("monitors", "The package of an enabled monitor is installed, and its files have a folder to go to",
+         "a monitor that fails would end the run, or record nothing", training.monitors),
     Rule("logged collectives", "comms_logger.prof_ops needs prof_all = false",
          "an ignored setting misleads", training.logged_collectives),
     Rule("optimizer parameters", "Parameters belong to the optimizer's type",

@@ -16,7 +16,7 @@ momentum is not cycled.
 
 The fields of a schedule are its parameters in the JSON. Beside default and meaning they say where the value
 "auto" comes from (`auto`; without, "auto" is refused), and where an absent one does, if not from the default
-(`absent`): see `pipeline.job.scheduler`.
+(`absent`): see `pipeline.job.learning`.
 """
 
 from __future__ import annotations

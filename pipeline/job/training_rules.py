@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 
 from pipeline.base.fields import AUTO
 from pipeline.base.problems import Problem
-from pipeline.base.user_input import is_file
+from pipeline.base.user_input import exists, is_file, is_folder
 from pipeline.data.inputs import kind_of, token_prefix
 from pipeline.job.data_sources import path_problems
 from pipeline.job.facts import Facts
-from pipeline.job.monitors import MONITORS
+from pipeline.job.schema import MONITORS
 
 _PARAMETERS_OF = {
     "AdamW": frozenset({"lr", "weight_decay", "fused", "betas", "eps", "torch_adam"}),
@@ -35,6 +37,28 @@ def switches(f: Facts) -> Iterable[Problem]:
         if f.settings.given(block) and f.settings.absent(f"{block}.{switch}"):
             rule = f"does nothing without {switch}"
             yield f.settings.problem(block, rule, f"Set {block}.{switch}, or remove the block")
+
+
+def monitors(f: Facts) -> Iterable[Problem]:
+    """What keeps the enabled monitors from working. None is imported."""
+    for key, module in MONITORS.items():
+        if f.settings.value(f"{key}.enabled") is not True:
+            continue
+        if module is not None and not _is_installed(module):
+            rule = f"the monitor needs the Python package {module}, which is not installed"
+            remedy = f'pip install {module}, or set "{key}": {{"enabled": false}}'
+            yield f.settings.problem(f"{key}.enabled", rule, remedy)
+        path = f.settings.value(f"{key}.output_path") or ""
+        places = (Path(path), *Path(path).parents)
+        if blocking := next((p for p in places if exists(p) and not is_folder(p)), None):
+            rule = f"must be a folder, and {blocking} is a file"
+            yield f.settings.problem(f"{key}.output_path", rule, "Name a folder that exists or can be made")
+
+
+def _is_installed(module: str) -> bool:
+    """A folder ``wandb/`` that an earlier run left here looks like a package, but has no origin."""
+    spec = find_spec(module)
+    return spec is not None and spec.origin is not None
 
 
 def logged_collectives(f: Facts) -> Iterable[Problem]:

@@ -24,7 +24,7 @@ class Monitors:
     """Rank 0's writers, as the JSON's blocks ask for them.
 
     Args:
-        blocks: The enabled monitors, from `pipeline.job.monitors.resolved_monitors`.
+        blocks: The enabled monitors, from `pipeline.job.deepspeed_dict.resolved_monitors`.
         resume_step: Steps taken before this start; what a monitor holds of later steps is removed
             from CSV files and marked as superseded for TensorBoard. Weights & Biases and Comet
             begin a new run.

@@ -16,7 +16,7 @@ from benchmarks.report import paired_ratio, spread
 from benchmarks.setting import CPU_MODEL, merged
 from benchmarks.throughput import _loss_differences
 from benchmarks.trainer import counterpart
-from pipeline.job.model_files import load_model
+from pipeline.job.models import load_model
 from pipeline.job.stages import partition
 from pipeline.model.config import ModelConfig
 from pipeline.model.parameter_counts import total_parameters

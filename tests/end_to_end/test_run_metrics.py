@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.job.model_presets import PRESETS
+from pipeline.job.models import PRESETS
 from pipeline.model.flops import training_flops_per_token
 from tests.end_to_end.jobs import SEQUENCE, Workshop
 from tests.harness import run_job

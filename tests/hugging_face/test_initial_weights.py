@@ -20,7 +20,7 @@ from pipeline.engine.agreement import WeightsMismatch, agree_on_weights
 from pipeline.engine.folder_weights import FolderWeights
 from pipeline.hugging_face.tensor_map import tensor_map
 from pipeline.job.initial_weights import folder_weights_problems, initial_weights
-from pipeline.job.model_files import load_model
+from pipeline.job.models import load_model
 from pipeline.job.resolve import Draft, examine
 from pipeline.job.world import Host, World
 from pipeline.model.config import ModelConfig

@@ -17,8 +17,7 @@ from pipeline.hugging_face.config import model_from_hugging_face
 from pipeline.hugging_face.families import FAMILIES, config_json, family_of
 from pipeline.hugging_face.tensor_map import tensor_map
 from pipeline.job.initial_weights import wanted_tensors
-from pipeline.job.model_files import load_model
-from pipeline.job.model_presets import PRESETS
+from pipeline.job.models import PRESETS, load_model
 from pipeline.model.config import ModelConfig
 from pipeline.model.gpt import SequentialGPT, plan_layers
 from pipeline.parallel.context import Parallel

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.job.monitors import MONITORS
+from pipeline.job.schema import MONITORS
 from tests.job.drafts import A100, draft, world
 
 CONFIG = {

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pipeline.base.problems import JobError
-from pipeline.job.model_files import load_model
-from pipeline.job.model_presets import PRESETS
+from pipeline.job.models import PRESETS, load_model
 from pipeline.model.config import ModelConfig, model_from_json
 from pipeline.model.parameter_counts import total_parameters
 

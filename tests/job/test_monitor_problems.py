@@ -8,22 +8,38 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.job.monitors import MONITORS, monitor_problems, resolved_monitors
+from pipeline.base.json_reader import Document
+from pipeline.base.problems import Problem
+from pipeline.job.deepspeed_dict import resolved_monitors
+from pipeline.job.facts import Facts, Settings
+from pipeline.job.options import Options
+from pipeline.job.schema import MONITORS
+from pipeline.job.training_rules import monitors
+
+
+def settings(config: dict) -> Settings:
+    return Settings(Document("f.json", config, {"wandb.enabled": 7}))
+
+
+def monitor_problems(config: dict) -> list[Problem]:
+    return list(monitors(Facts(Options(), settings(config), None, None)))
 
 
 @pytest.mark.parametrize(("key", "module"), [(k, m) for k, m in MONITORS.items() if m is not None])
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch, key, module):
-    monkeypatch.setattr("pipeline.job.monitors.find_spec", lambda name: None)
+    monkeypatch.setattr("pipeline.job.training_rules.find_spec", lambda name: None)
     (problem,) = monitor_problems({key: {"enabled": True}})
-    assert (problem.key, problem.value, problem.severity) == (f"{key}.enabled", True, "error")
+    place = "f.json:7" if key == "wandb" else "f.json"
+    assert (problem.key, problem.value, problem.severity) == (f"{key}.enabled ({place})", True, "error")
     assert module in problem.rule
     assert f"pip install {module}" in problem.remedy
 
 
 def test_all_missing_packages_are_reported_together(monkeypatch):
-    monkeypatch.setattr("pipeline.job.monitors.find_spec", lambda name: None)
+    monkeypatch.setattr("pipeline.job.training_rules.find_spec", lambda name: None)
     problems = monitor_problems({key: {"enabled": True} for key in MONITORS})
-    assert [p.key for p in problems] == ["tensorboard.enabled", "wandb.enabled", "comet.enabled"]
+    keys = [problem.key.partition(" ")[0] for problem in problems]
+    assert keys == ["tensorboard.enabled", "wandb.enabled", "comet.enabled"]
 
 
 def test_a_folder_of_an_earlier_run_is_not_the_package(tmp_path, monkeypatch):
@@ -37,7 +53,7 @@ def test_a_folder_of_an_earlier_run_is_not_the_package(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("block", [{"enabled": False}, {}, None, "yes", {"enabled": "yes"}])
 def test_what_is_off_or_no_block_is_left_alone(monkeypatch, block):
-    monkeypatch.setattr("pipeline.job.monitors.find_spec", lambda name: None)
+    monkeypatch.setattr("pipeline.job.training_rules.find_spec", lambda name: None)
     assert monitor_problems({"wandb": block, "train_batch_size": 8}) == []
 
 
@@ -45,7 +61,7 @@ def test_an_output_path_through_a_file_is_refused(tmp_path):
     (tmp_path / "notes").write_text("")
     path = str(tmp_path / "notes" / "csv")
     (problem,) = monitor_problems({"csv_monitor": {"enabled": True, "output_path": path}})
-    assert (problem.key, problem.value) == ("csv_monitor.output_path", path)
+    assert (problem.key, problem.value) == ("csv_monitor.output_path (f.json)", path)
     assert str(tmp_path / "notes") in problem.rule
     assert monitor_problems({"csv_monitor": {"enabled": True, "output_path": str(tmp_path / "new")}}) == []
 
@@ -56,7 +72,7 @@ def test_files_go_under_the_run_unless_the_json_says_where():
         "csv_monitor": {"enabled": True, "output_path": "elsewhere"},
         "wandb": {"enabled": False},
     }
-    assert resolved_monitors(config, "runs/tiny") == {
+    assert resolved_monitors(settings(config), "runs/tiny") == {
         "tensorboard": {"enabled": True, "job_name": "a", "output_path": "runs/tiny/tensorboard"},
         "csv_monitor": {"enabled": True, "output_path": "elsewhere"},
     }
@@ -65,8 +81,8 @@ def test_files_go_under_the_run_unless_the_json_says_where():
 
 def test_no_heavy_module_is_imported():
     code = (
-        "import sys; from pipeline.job.monitors import monitor_problems;"
-        "monitor_problems({k: {'enabled': True} for k in ('tensorboard', 'wandb', 'comet', 'csv_monitor')});"
+        "import sys; from tests.job.test_monitor_problems import MONITORS, monitor_problems;"
+        "monitor_problems({key: {'enabled': True} for key in MONITORS});"
         "print([m for m in ('torch', 'tensorboard', 'deepspeed') if m in sys.modules])"
     )
     root = Path(__file__).parents[2]

@@ -102,6 +102,8 @@ CASES: list[tuple[str, dict[str, Any], tuple, dict[str, Any], str, str]] = [
      {}, "zero_optimization.offload_optimizer", "does nothing without device"),
     ("switches", {"csv_monitor": {"job_name": "x"}}, ((2,), CPU), {},
      "csv_monitor", "does nothing without enabled. Set csv_monitor.enabled, or remove the block"),
+    ("monitors", {"csv_monitor": {"enabled": True, "output_path": f"{__file__}/csv"}}, ((2,), CPU), {},
+     "csv_monitor.output_path", "test_rules.py is a file"),
     ("logged collectives", {"comms_logger": {"enabled": True, "prof_ops": ["all_reduce"]}}, ((2,), CPU), {},
      "comms_logger.prof_ops", "chooses nothing while prof_all is true"),
     ("betas", {"optimizer": {"params": {"betas": [0.9]}}}, ((2,), CPU), {},

@@ -10,11 +10,10 @@ import pytest
 from pipeline.base.fields import AUTO, MISSING, fields_of, value_problem
 from pipeline.base.json_reader import Document
 from pipeline.job.data_sources import Blend, BlendSource
-from pipeline.job.foreign_keys import REFUSED, REMOVED
+from pipeline.job.facts import Settings
 from pipeline.job.pages import PROJECT
 from pipeline.job.schedules import SCHEDULES, parameters
-from pipeline.job.schema import KEYS
-from pipeline.job.settings import Settings
+from pipeline.job.schema import KEYS, REFUSED, REMOVED
 
 
 def check(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -6,7 +6,7 @@ from itertools import combinations, pairwise
 import pytest
 
 from pipeline.base.problems import JobError
-from pipeline.job.model_presets import PRESETS
+from pipeline.job.models import PRESETS
 from pipeline.job.stages import partition
 from pipeline.model.parameter_counts import LayerSize, layer_parameters
 

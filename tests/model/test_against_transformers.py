@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from pipeline.job.model_files import load_model
+from pipeline.job.models import load_model
 from pipeline.model.gpt import SequentialGPT, plan_layers
 from pipeline.parallel.context import Parallel
 from pipeline.parallel.dropout import DropoutClock

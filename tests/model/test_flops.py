@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.job.model_presets import PRESETS
+from pipeline.job.models import PRESETS
 from pipeline.model.flops import (
     block_flops_per_token,
     forward_flops_per_token,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from pipeline.job.model_presets import PRESETS
+from pipeline.job.models import PRESETS
 from pipeline.model.config import ModelConfig
 from pipeline.model.gpt import SequentialGPT, plan_layers
 from pipeline.model.parameter_counts import layer_parameters

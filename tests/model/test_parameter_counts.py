@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.job.model_presets import PRESETS
+from pipeline.job.models import PRESETS
 from pipeline.model.parameter_counts import LayerSize, layer_parameters, total_parameters
 
 TINY = PRESETS["tiny"].model

@@ -22,7 +22,9 @@ JOB = """
     from pathlib import Path
     import deepspeed, deepspeed.comm.torch
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
-    from pipeline.job.monitors import resolved_monitors
+    from pipeline.base.json_reader import Document
+    from pipeline.job.deepspeed_dict import resolved_monitors
+    from pipeline.job.facts import Settings
     from pipeline.training.metrics import EvalMetrics, StepMetrics
     from pipeline.training.monitors import Monitors
 
@@ -32,9 +34,10 @@ JOB = """
     )
     config = {key: {"enabled": True, "job_name": "job"} for key in ("tensorboard", "csv_monitor")}
     config["wandb"] = {"enabled": True, "project": "p", "group": "g", "team": "t"}
+    settings = Settings(Document("ds.json", config))
 
     def train(first, last, offset):
-        monitors = Monitors(resolved_monitors(config, str(folder / "run")), resume_step=first - 1)
+        monitors = Monitors(resolved_monitors(settings, str(folder / "run")), resume_step=first - 1)
         for step in range(first, last + 1):
             loss = step + offset
             skipped = step == 3

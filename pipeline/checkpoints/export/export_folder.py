@@ -25,7 +25,7 @@ from pipeline.data.tokenizer import Tokenizer, vocabulary_problems
 from pipeline.hugging_face.families import config_json, generation_config_json
 from pipeline.hugging_face.safetensors_files import SIZES
 from pipeline.job.initial_weights import wanted_tensors
-from pipeline.job.model_files import CONFIG_FILE
+from pipeline.job.models import CONFIG_FILE
 from pipeline.model.config import ModelConfig
 from pipeline.model.parameter_counts import total_parameters
 

@@ -12,7 +12,7 @@ import tyro
 from pipeline.base.problems import Problem
 from pipeline.base.user_input import is_file, is_text
 from pipeline.checkpoints.export.arguments import dtype_problems, is_checkpoint
-from pipeline.job.model_files import CONFIG_FILE
+from pipeline.job.models import CONFIG_FILE
 
 if TYPE_CHECKING:
     from pipeline.checkpoints.export.load_model import Loaded

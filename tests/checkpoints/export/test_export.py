@@ -28,7 +28,7 @@ from pipeline.checkpoints.manifest import TrainState
 from pipeline.export import bytes_of, main
 from pipeline.generate import main as generate
 from pipeline.job.job import Job
-from pipeline.job.model_presets import PRESETS
+from pipeline.job.models import PRESETS
 from pipeline.model.parameter_counts import block_parameters
 from tests.checkpoints.layouts import find
 from tests.checkpoints.small import save_checkpoint, start

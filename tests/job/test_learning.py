@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from pipeline.job.model_presets import PRESETS
-from pipeline.job.scheduler import build_schedule, usual_warmup
+from pipeline.job.learning import build_schedule, usual_warmup
+from pipeline.job.models import PRESETS
 from pipeline.job.schedules import (
     SCHEDULES,
     WSD,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.job.model_presets import PRESETS, training_defaults
+from pipeline.job.models import PRESETS, training_defaults
 from pipeline.model.config import size_problems
 from pipeline.model.parameter_counts import total_parameters
 
