@@ -18,11 +18,11 @@ from pipeline.base.command import end_interrupts, run_command
 from pipeline.base.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem
 from pipeline.checkpoints.export.arguments import (
     bytes_of,
-    chosen_checkpoint,
     dtype_problems,
     model_of_checkpoint,
     tokenizer_of_checkpoint,
 )
+from pipeline.checkpoints.resume import checkpoint_at
 from pipeline.hugging_face.families import family_of
 from pipeline.job.report import console, print_problems
 from pipeline.training.quiet import quiet_deepspeed
@@ -94,7 +94,7 @@ def _export(options: ExportOptions) -> Export:
         rule = "is no size above 0, such as 500MB or 5GB"
         problems.append(Problem("max_shard_size", options.max_shard_size, rule, "Correct --max_shard_size"))
     try:
-        checkpoint = chosen_checkpoint(Path(options.checkpoint))
+        checkpoint = checkpoint_at(Path(options.checkpoint)).told()
         model = model_of_checkpoint(checkpoint)
         tokenizer = tokenizer_of_checkpoint(checkpoint, options.tokenizer)
     except JobError as error:

@@ -16,8 +16,8 @@ import tyro
 
 from pipeline.base.command import run_command
 from pipeline.base.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, JobError
-from pipeline.checkpoints.export.arguments import chosen_checkpoint, is_checkpoint
 from pipeline.checkpoints.export.generation import GenerateOptions, length_problems, option_problems, sampling
+from pipeline.checkpoints.resume import checkpoint_at, is_checkpoint
 from pipeline.job.report import console, print_problems
 from pipeline.training.quiet import quiet_deepspeed
 
@@ -81,7 +81,7 @@ def _load(options: GenerateOptions) -> Loaded:
     logging.disable_progress_bar()
     dtype, source = getattr(torch, options.dtype), Path(options.source)
     if is_checkpoint(source):
-        return from_checkpoint(chosen_checkpoint(source), options.tokenizer, dtype, options.allow_pickle)
+        return from_checkpoint(checkpoint_at(source).told(), options.tokenizer, dtype, options.allow_pickle)
     return from_folder(source, options.tokenizer, dtype)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,13 +17,12 @@ from pipeline.base.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, J
 from pipeline.checkpoints.conversion_rules import (
     ReshardOptions,
     conversion_problems,
-    find_source,
     option_problems,
     options_for,
     run_file_of,
 )
 from pipeline.checkpoints.manifest import Checkpoint
-from pipeline.checkpoints.resume import layout_changes
+from pipeline.checkpoints.resume import checkpoint_at, layout_changes
 from pipeline.cluster.launcher_options import LauncherOptions, launcher_problems
 from pipeline.cluster.world import resolve_world
 from pipeline.job.job import Job
@@ -68,7 +66,7 @@ def _read(arguments: Sequence[str]) -> tuple[Checkpoint, Job, ReshardOptions]:
     launcher, options, _ = read_arguments(arguments, ReshardOptions, PROGRAM)
     if problems := option_problems(options, PROGRAM):
         raise JobError(problems)
-    checkpoint = find_source(options.checkpoint).told(partial(print, file=sys.stderr))
+    checkpoint = checkpoint_at(Path(options.checkpoint), "CHECKPOINT").told()
     run_file = run_file_of(checkpoint)
     if options.config is None and run_file is not None:
         launcher, options, _ = read_arguments(

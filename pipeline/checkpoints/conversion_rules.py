@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
-from pipeline.base.problems import JobError, Problem
-from pipeline.checkpoints.manifest import MANIFEST, SHARDS, Checkpoint, layout_of, read_checkpoint
+from pipeline.base.problems import Problem
+from pipeline.checkpoints.manifest import SHARDS, Checkpoint, layout_of
 from pipeline.checkpoints.output import output_problems
-from pipeline.checkpoints.resume import Selection, find_selection
+from pipeline.checkpoints.resume import differences
 from pipeline.job.job import Job
 from pipeline.job.model_source import TOKENIZER_FOLDER
 from pipeline.job.options import RUN_FILE, CheckOptions
@@ -47,26 +47,6 @@ def option_problems(options: ReshardOptions, program: str) -> list[Problem]:
     if options.workers < 1:
         problems.append(Problem("workers", options.workers, "must be at least 1", "Raise --workers"))
     return problems
-
-
-def find_source(given: str) -> Selection:
-    """The checkpoint that a path means: itself, or the newest of a run, with what was skipped.
-
-    Raises:
-        JobError: there is none, or it is not complete.
-    """
-    path = Path(given)
-    try:
-        if (path / MANIFEST).exists():
-            return Selection(read_checkpoint(path))
-        found = find_selection(given)
-    except JobError as error:
-        remedy = "Name another checkpoint"
-        raise JobError([replace(p, key="CHECKPOINT", remedy=remedy) for p in error.problems]) from error
-    if found.checkpoint is None:
-        rule = "is neither a checkpoint nor the folder of a run that has one"
-        raise JobError([Problem("CHECKPOINT", given, rule, "Give one of the two")])
-    return found
 
 
 def run_file_of(checkpoint: Checkpoint) -> Path | None:
@@ -116,17 +96,8 @@ def conversion_problems(checkpoint: Checkpoint, job: Job) -> list[Problem]:
     if there["optimizer"] != here["optimizer"]:
         rule = f"the checkpoint's is {there['optimizer']}, and one optimizer's state is nothing to another"
         problems.append(Problem("optimizer.type", here["optimizer"], rule, "Keep the optimizer"))
-    if differing := _model_differences(checkpoint.identity, job):
+    wanted = {k: v for k, v in job.identity.items() if k.startswith("model.") or k == "seq_length"}
+    if differing := differences(checkpoint.identity, wanted):
         rule = f"is not the checkpoint's: {differing}"
         problems.append(Problem("model", job.model.name, rule, "Give the options of the checkpoint's run"))
     return problems
-
-
-def _model_differences(saved: dict[str, Any], job: Job) -> str:
-    here = job.identity
-    names = [name for name in here if name.startswith("model.") or name == "seq_length"]
-    return "; ".join(
-        f"{name} {saved.get(name)} there, {here[name]} here"
-        for name in names
-        if saved.get(name) != here[name]
-    )

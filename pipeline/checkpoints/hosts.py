@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.base.files import replaced_atomically
 from pipeline.checkpoints.files import digest_of
 from pipeline.checkpoints.folder import SEEN
 from pipeline.checkpoints.manifest import Checkpoint, FileEntry, size_of
@@ -131,19 +132,17 @@ def _send(parallel: Parallel, source: int, receives: bool, path: Path, entry: Fi
         for _ in blocks:
             pass
         return None
-    partial = path.with_name(f"{path.name}.received")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("wb") as file:
+        with replaced_atomically(path) as file:
             for block in blocks:
                 file.write(block.numpy())
-        if digest_of(partial, entry.digest.partition(":")[0]) != entry.digest:
-            raise OSError(f"{path.name} arrived with another digest")
-        partial.replace(path)
+            file.flush()
+            if digest_of(Path(file.name), entry.digest.partition(":")[0]) != entry.digest:
+                raise OSError(f"{path.name} arrived with another digest")
     except OSError as error:
         for _ in blocks:  # the others wait for this rank at each of them
             pass
-        partial.unlink(missing_ok=True)
         return f"rank {parallel.rank}: {type(error).__name__}: {error}"
     return None
 

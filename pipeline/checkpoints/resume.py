@@ -9,16 +9,19 @@ used, that is an error: a run never starts anew beside them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pipeline.base.problems import JobError, Problem
+from pipeline.base.user_input import is_file, is_folder
 from pipeline.checkpoints.folder import LATEST, named_by_latest, steps_in
 from pipeline.checkpoints.lineage import BEFORE_ALL, Lineage, branched, read_lineage, saved_lineage
 from pipeline.checkpoints.manifest import (
     CHOOSE_ANOTHER,
+    MANIFEST,
     SHARDS,
     Checkpoint,
     layout_of,
@@ -45,11 +48,11 @@ class Selection:
     checkpoint: Checkpoint | None = None
     notes: tuple[str, ...] = ()
 
-    def told(self, say: Callable[[str], object]) -> Checkpoint:
-        """The checkpoint, where there must be one, after what was skipped for it."""
+    def told(self) -> Checkpoint:
+        """The checkpoint, where there must be one; what was skipped for it is printed to stderr."""
         assert self.checkpoint is not None
         for note in self.notes:
-            say(note)
+            print(note, file=sys.stderr)
         return self.checkpoint
 
 
@@ -148,13 +151,33 @@ def select_checkpoint(job: Job) -> Selection:
     return _newest(candidates)
 
 
-def find_selection(output_dir: str) -> Selection:
-    """The newest checkpoint of whatever run lies in `output_dir`.
+def is_checkpoint(path: Path) -> bool:
+    """Whether `path` is one of the folders that `checkpoint_at` takes, by what lies there."""
+    return is_file(path / MANIFEST) or is_folder(path / CHECKPOINTS) or bool(steps_in(path))
+
+
+def checkpoint_at(path: Path, key: str = "checkpoint") -> Selection:
+    """The checkpoint at `path`: one by itself, or the newest of a run's folder or its folder of checkpoints.
+
+    Args:
+        key: How the command that was given `path` calls it.
 
     Raises:
-        JobError: some exist and none can be used.
+        JobError: there is none, or none that is complete.
     """
-    return _newest(Candidates(Path(output_dir) / CHECKPOINTS))
+    if not is_checkpoint(path):
+        rule = "is no checkpoint, and no folder of a run" if is_folder(path) else "there is no such folder"
+        raise JobError([Problem(key, str(path), rule, "Name a run's --output_dir, or a checkpoint")])
+    try:
+        if is_file(path / MANIFEST):
+            return Selection(read_checkpoint(path))
+        found = _newest(Candidates(path / CHECKPOINTS if is_folder(path / CHECKPOINTS) else path))
+    except JobError as error:
+        remedy = "Name another checkpoint"
+        raise JobError([replace(problem, key=key, remedy=remedy) for problem in error.problems]) from error
+    if found.checkpoint is None:
+        raise JobError([Problem(key, str(path), "the run has not saved yet", "Let it save first")])
+    return found
 
 
 def _newest(candidates: Candidates) -> Selection:

@@ -2,7 +2,9 @@
 
 `torch.save` pickles an object and writes the storages of its tensors in one go. A save needs the two apart:
 the size before the first byte, to see whether there is space; and the values of this moment, while the file
-is written later by a thread. `torch.load` reads the result as it reads what `torch.save` writes.
+is written later by a thread, under the pickle that names the device they came from. `torch.save` cannot be
+stopped in between, and of copies in host memory it would write another pickle. `torch.load` reads the result
+as it reads what `torch.save` writes.
 """
 
 from __future__ import annotations

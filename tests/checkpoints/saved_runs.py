@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.checkpoints.folder import point_latest, tag_of
 from pipeline.checkpoints.manifest import Checkpoint, TrainState, files_below, read_checkpoint, write_manifest
-from pipeline.checkpoints.resume import find_selection
+from pipeline.checkpoints.resume import Candidates
 from pipeline.job.job import Job
 from tests.job.drafts import draft, world
 
@@ -57,4 +57,8 @@ def find_checkpoint(output_dir: str, resume: str) -> Checkpoint | None:
         return None
     if resume != "auto":
         return read_checkpoint(Path(resume))
-    return find_selection(output_dir).checkpoint
+    candidates = Candidates(Path(output_dir) / "checkpoints")
+    _, checkpoint = candidates.newest()
+    if checkpoint is None and candidates.exist:
+        raise candidates.refusal()
+    return checkpoint

@@ -396,7 +396,7 @@ def test_nvme_is_refused(source: Path, tmp_path: Path, capsys: pytest.CaptureFix
     ("call", "rule"),
     [
         ((), "CHECKPOINT = '': is missing"),
-        (("nowhere", "made"), "is neither a checkpoint nor the folder of a run that has one"),
+        (("nowhere", "made"), "there is no such folder"),
         (("nowhere", "made", "--workers", "0"), "workers = 0: must be at least 1"),
         (("nowhere", "."), "FOLDER = '.': is not the name of a folder to make"),
         (("nowhere", "made/.."), "FOLDER = 'made/..': is not the name of a folder to make"),

@@ -11,7 +11,8 @@ import tyro
 
 from pipeline.base.problems import Problem
 from pipeline.base.user_input import is_file, is_text
-from pipeline.checkpoints.export.arguments import dtype_problems, is_checkpoint
+from pipeline.checkpoints.export.arguments import dtype_problems
+from pipeline.checkpoints.resume import is_checkpoint
 from pipeline.job.models import CONFIG_FILE
 
 if TYPE_CHECKING:

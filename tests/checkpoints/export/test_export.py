@@ -20,11 +20,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.base.problems import JobError
 from pipeline.checkpoints.export import safetensors_writer
-from pipeline.checkpoints.export.arguments import checkpoint_at
 from pipeline.checkpoints.export.checkpoint_tensors import verified_state
 from pipeline.checkpoints.export.export_folder import StagingFolder
 from pipeline.checkpoints.export.safetensors_writer import write_weights
 from pipeline.checkpoints.manifest import TrainState
+from pipeline.checkpoints.resume import checkpoint_at
 from pipeline.export import bytes_of, main
 from pipeline.generate import main as generate
 from pipeline.job.job import Job
