@@ -35,7 +35,7 @@ from pipeline.checkpoints.universal import (
     write_parameter,
 )
 from pipeline.job.job import Job
-from pipeline.job.model_source import TOKENIZER_FOLDER
+from pipeline.job.run_file import TOKENIZER_FOLDER
 from pipeline.model.gpt import parameter_cuts
 
 

@@ -13,9 +13,8 @@ from pipeline.checkpoints.manifest import SHARDS, Checkpoint, layout_of
 from pipeline.checkpoints.output import output_problems
 from pipeline.checkpoints.resume import differences
 from pipeline.job.job import Job
-from pipeline.job.model_source import TOKENIZER_FOLDER
-from pipeline.job.options import RUN_FILE, CheckOptions
-from pipeline.job.run_file import CHECKPOINTS
+from pipeline.job.options import CheckOptions
+from pipeline.job.run_file import CHECKPOINTS, RUN_FILE, TOKENIZER_FOLDER
 
 
 @dataclass(frozen=True)

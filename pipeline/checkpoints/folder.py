@@ -28,7 +28,7 @@ from pipeline.base.problems import JobError, Problem
 from pipeline.checkpoints.lineage import LINEAGE, Lineage, saved_lineage
 from pipeline.checkpoints.manifest import read_checkpoint
 from pipeline.job.job import SaveRules
-from pipeline.job.model_source import CHECKPOINT_NAME, LEFT_BEHIND, MOVED_ASIDE, REPLACED
+from pipeline.job.run_file import CHECKPOINT_NAME, LEFT_BEHIND, MOVED_ASIDE, REPLACED
 
 LATEST = "latest"
 PARTIAL = ".partial"

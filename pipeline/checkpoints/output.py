@@ -16,8 +16,7 @@ from pipeline.base.user_input import exists
 from pipeline.checkpoints.folder import LATEST, steps_in
 from pipeline.checkpoints.lineage import LINEAGE
 from pipeline.job.job import Job
-from pipeline.job.options import RUN_FILE
-from pipeline.job.run_file import CHECKPOINTS
+from pipeline.job.run_file import CHECKPOINTS, RUN_FILE
 from pipeline.model.parameter_counts import total_parameters
 
 

@@ -7,7 +7,6 @@ that ``--model`` names is gone.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,15 +16,9 @@ from pipeline.base.user_input import exists, is_file, is_folder
 from pipeline.data.tokenizer import TOKENIZER, TokenizerFacts, chosen_tokenizer, tokenizer_facts
 from pipeline.job.initial_weights import folder_weights_problems, model_folder
 from pipeline.job.models import AUTO, CONFIG_FILE, PRESETS, load_model
-from pipeline.job.options import RUN_FILE, Options
+from pipeline.job.options import Options
+from pipeline.job.run_file import CHECKPOINT_NAME, CHECKPOINTS, RUN_FILE, TOKENIZER_FOLDER
 from pipeline.model.config import ModelConfig, model_from_json
-
-CHECKPOINTS = "checkpoints"
-# The checkpoint after so many steps, and what `pipeline.checkpoints.folder.publish` has moved aside for one.
-REPLACED, LEFT_BEHIND = ".partial.replaced", ".left_behind"
-MOVED_ASIDE = rf"({re.escape(REPLACED)}|{re.escape(LEFT_BEHIND)}\d*)?"
-CHECKPOINT_NAME = re.compile(rf"global_step(0|[1-9]\d*){MOVED_ASIDE}")
-TOKENIZER_FOLDER = "tokenizer"
 
 
 def model_of(options: Options, device: str) -> ModelConfig:

@@ -1,9 +1,10 @@
-"""run.json: what a run is, so that a folder is never continued by another run's description."""
+"""The folder of a run: what lies where, and run.json, so that no other description continues the run."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,16 @@ from pipeline.base.files import replaced_atomically
 from pipeline.base.problems import Problem
 from pipeline.base.user_input import exists, is_folder
 from pipeline.job.job import Job
-from pipeline.job.model_source import CHECKPOINTS
 from pipeline.job.options import RUN_FILE, Options
 from pipeline.model.config import ModelConfig
+
+# In the folder of a run, beside run.json.
+CHECKPOINTS = "checkpoints"
+# The checkpoint after so many steps, and what `pipeline.checkpoints.folder.publish` has moved aside for one.
+REPLACED, LEFT_BEHIND = ".partial.replaced", ".left_behind"
+MOVED_ASIDE = rf"({re.escape(REPLACED)}|{re.escape(LEFT_BEHIND)}\d*)?"
+CHECKPOINT_NAME = re.compile(rf"global_step(0|[1-9]\d*){MOVED_ASIDE}")
+TOKENIZER_FOLDER = "tokenizer"
 
 
 def identity(options: Options, model: ModelConfig, sequence_length: int, tokenizer: str) -> dict[str, Any]:

@@ -29,8 +29,7 @@ from pipeline.engine.distributed import stop_distributed
 from pipeline.engine.engine import TrainEngine
 from pipeline.engine.folder_weights import FolderWeights
 from pipeline.job.job import Job
-from pipeline.job.model_source import TOKENIZER_FOLDER
-from pipeline.job.run_file import write_run_file
+from pipeline.job.run_file import TOKENIZER_FOLDER, write_run_file
 from pipeline.parallel.context import Parallel
 from pipeline.training.preparing import Prepared, prepare
 from pipeline.training.quiet import captured_stdout

@@ -8,7 +8,7 @@ from pipeline.base.problems import JobError, Problem
 from pipeline.base.user_input import is_file
 from pipeline.checkpoints.manifest import Checkpoint
 from pipeline.data.tokenizer import TOKENIZER, Tokenizer, load_tokenizer
-from pipeline.job.model_source import TOKENIZER_FOLDER
+from pipeline.job.run_file import TOKENIZER_FOLDER
 from pipeline.model.config import ModelConfig, model_from_json
 
 DTYPES = ("float32", "bfloat16", "float16")
