@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _read(arguments: Sequence[str]) -> tuple[Checkpoint, Job, ReshardOptions]:
-    """What is to be converted, and the job that is to go on from it.
+    """What is to be converted, and the job that is to resume from it.
 
     Raises:
         SystemExit: as `parse_options`.
@@ -108,7 +108,7 @@ def _convert(checkpoint: Checkpoint, job: Job, options: ReshardOptions) -> None:
         print(f"{folder} made in {time.monotonic() - begin:.1f} s", flush=True)
     else:
         print(f"{folder} was made before", flush=True)
-    print(f"to go on: --resume {folder}", flush=True)
+    print(f"to resume: --resume {folder}", flush=True)
 
 
 class _Lines:

@@ -20,8 +20,8 @@ from pipeline.job.run_file import CHECKPOINTS, RUN_FILE, TOKENIZER_FOLDER
 @dataclass(frozen=True)
 class ReshardOptions(CheckOptions):
     """Convert a checkpoint to another layout offline, on one machine. Takes the options of the launcher and
-    those of pretrain.py: they describe the job that is to go on. Without --config, what is not given is as in
-    the run.json of the checkpoint's run."""
+    those of pretrain.py: they describe the job that is to resume. Without --config, what is not given is as
+    in the run.json of the checkpoint's run."""
 
     checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")] = ""
     """A checkpoint, or the folder of a run: its newest one."""
@@ -55,7 +55,7 @@ def run_file_of(checkpoint: Checkpoint) -> Path | None:
 
 
 def options_for(options: ReshardOptions, checkpoint: Checkpoint) -> ReshardOptions:
-    """The options of the job that is to go on, without what a conversion does not touch: data and length."""
+    """The options of the job that is to resume, without what a conversion does not touch: data and length."""
     tokenizer, steps = checkpoint.path / TOKENIZER_FOLDER, options.train_steps
     if steps is None and options.train_tokens is None:
         steps = max(checkpoint.state.step, 1)

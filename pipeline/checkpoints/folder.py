@@ -181,7 +181,7 @@ def _too_old(folder: Path, newest: int, keep_last: int) -> Iterator[tuple[int, P
 
 
 def belongs(path: Path, step: int, lineage: Lineage) -> bool:
-    """Whether the checkpoint of `step` at `path` is complete, and a run of that lineage goes on from it."""
+    """Whether the checkpoint of `step` at `path` is complete, and a run of that lineage resumes from it."""
     try:
         checkpoint = read_checkpoint(path)
     except JobError:

@@ -12,7 +12,7 @@ not win when it is started again. Each such start begins a branch; `checkpoints/
 A checkpoint's manifest keeps the branches it was saved under. It belongs to the run if the two lists say the
 same about the steps up to its own. A start from a checkpoint of another folder begins at step -1, so that
 nothing that lies here already belongs to it, and keeps that checkpoint's path as `origin`: until the first
-save it is what the run goes on from.
+save it is what the run resumes from.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def read_lineage(folder: Path) -> Lineage:
             f"cannot be read ({type(error).__name__}: {error}), and says which checkpoints were left behind "
             f"when this run went back to an earlier one"
         )
-        remedy = "Name the checkpoint to go on from with --resume PATH, which writes the file anew"
+        remedy = "Name the checkpoint to resume from with --resume PATH, which writes the file anew"
         raise JobError([Problem("resume", str(path), rule, remedy)]) from error
 
 

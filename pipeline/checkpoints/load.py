@@ -77,7 +77,7 @@ def _require_every_part(engine: TrainEngine, checkpoint: Checkpoint) -> None:
 
 
 def resume_from(engine: TrainEngine, checkpoint: Checkpoint) -> None:
-    """Make `checkpoint` the one that the run goes on from: where it went back to an earlier one, the later
+    """Make `checkpoint` the one that the run resumes from: where it went back to an earlier one, the later
     ones no longer belong to it. The same on every host, whether or not they share the folder. Collective."""
     folder, parallel = Path(engine.job.output_dir) / CHECKPOINTS, engine.parallel
     first_of_host = engine.deepspeed.local_rank == 0
@@ -193,7 +193,7 @@ def loss_scaler_of(engine: TrainEngine) -> Any:
 
 
 def continue_loss_scale(engine: TrainEngine, configured: Any, saved: Any) -> None:
-    """Let `engine` scale as its JSON says; a dynamic scale goes on from a dynamic one.
+    """Let `engine` scale as its JSON says; a dynamic scale continues from a dynamic one.
 
     Between a fixed and a dynamic one nothing carries over: what an overflow made of the one says nothing
     about the other, and a scale chosen by hand is meant as it is written.

@@ -22,7 +22,7 @@ from pipeline.model.parameter_counts import total_parameters
 
 def output_problems(key: str, given: str) -> list[Problem]:
     """Why a command must not make the folder `given`: what lies among a run's checkpoints is the run's, which
-    chooses from there what it goes on from, replaces it and removes it.
+    chooses from there what it resumes from, replaces it and removes it.
 
     Raises:
         JobError: a folder cannot be listed.

@@ -38,7 +38,7 @@ ORIGIN, NOTHING = -1, -2
 
 @dataclass(frozen=True)
 class Selection:
-    """What a run goes on from.
+    """What a run resumes from.
 
     Attributes:
         checkpoint: None: it starts at step 0.
@@ -137,7 +137,7 @@ def candidates_of(job: Job) -> Candidates:
 
 
 def select_checkpoint(job: Job) -> Selection:
-    """What this job goes on from.
+    """What this job resumes from.
 
     Raises:
         JobError: the checkpoint that was named is not complete, or some exist and none can be used.
@@ -204,7 +204,7 @@ def _what_latest_is(folder: Path, named: str | None) -> str:
 
 
 def lineage_after(folder: Path, checkpoint: Checkpoint, name: str) -> Lineage:
-    """The lineage of a run in `folder` that goes on from `checkpoint`: as it was or, where something would
+    """The lineage of a run in `folder` that resumes from `checkpoint`: as it was or, where something would
     count otherwise that the run does not come from, with a new branch `name`."""
     current = saved_lineage(folder) or Lineage(((name, BEFORE_ALL),))  # unreadable: it is written anew
     elsewhere = checkpoint.folder.resolve() != folder.resolve()
@@ -224,8 +224,8 @@ def lineage_after(folder: Path, checkpoint: Checkpoint, name: str) -> Lineage:
 
 
 def _may_count(path: Path, lineage: Lineage) -> bool:
-    """Whether a run of that lineage would go on from what lies there, now or when what is missing of it comes
-    back, as from a mount that was away or from a backup."""
+    """Whether a run of that lineage would resume from what lies there, now or when what is missing of it
+    comes back, as from a mount that was away or from a backup."""
     saved = saved_branches(path)
     return saved is None or lineage.owns(*saved)
 
@@ -235,7 +235,7 @@ PARTS_APART = "each of its hosts holds a part: copy all parts into one folder th
 
 @dataclass(frozen=True)
 class Resumption:
-    """What a job would go on from.
+    """What a job would resume from.
 
     Attributes:
         lines: For the console: the checkpoint, what was skipped, what changes; none for a new start.
@@ -264,7 +264,7 @@ def resume_problems(job: Job) -> list[Problem]:
 
 
 def continuation_problems(checkpoint: Checkpoint, job: Job) -> list[Problem]:
-    """Why this job cannot go on from a complete checkpoint."""
+    """Why this job cannot resume from a complete checkpoint."""
     problems = []
     path = str(checkpoint.path)
     if rule := _unreadable(checkpoint, job):

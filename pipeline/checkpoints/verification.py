@@ -28,7 +28,7 @@ PICKLED = ".pt"
 
 @dataclass(frozen=True)
 class Agreed(Selection):
-    """What all ranks go on from.
+    """What all ranks resume from.
 
     Attributes:
         verified: False: a stop came before its digests had been compared.
@@ -182,7 +182,7 @@ def _refuse_foreign(pairs: Sequence[tuple[str, str]]) -> None:
 
 
 def agree_on_checkpoint(job: Job, found: Selection, verifier: Verifier) -> Agreed:
-    """What all ranks go on from: a checkpoint that is complete on every host and whose digests match, unless
+    """What all ranks resume from: a checkpoint that is complete on every host and whose digests match, unless
     a stop comes before that is seen. Collective.
 
     Args:
