@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        train_tokenizer(find_corpus(()), Rules(), VOCABULARY, folder / "bpe", lambda _: None)
+        train_tokenizer(find_corpus(()), Rules(), VOCABULARY, folder / "bpe")
         if given.what == "speed":
             _speed(folder, (given.megabytes or [100])[0], given.rounds, given.json)
         else:
@@ -92,7 +92,7 @@ def _speed(folder: Path, megabytes: int, rounds: int, path: str | None) -> None:
         fast.append(_seconds(tokenizer.backend.encode_batch_fast, texts))
         begin = time.perf_counter()
         prefix = str(folder / f"tokens{number}")
-        write_tokens(prefix, corpus, tokenizer, Rules(), usual_workers(corpus), lambda _: None)
+        write_tokens(prefix, corpus, tokenizer, Rules(), usual_workers(corpus))
         ours.append(time.perf_counter() - begin)
     tokens = len(open_token_file(prefix).tokens)
     named = {"encode_batch alone": bare, "encode_batch_fast alone": fast, "pipeline.prepare": ours}

@@ -121,9 +121,9 @@ class Setting:
     def load_data(self, job: Job) -> TrainingData:
         """The samples; tokenized by the first caller, read from the cache by later ones."""
         settings = DataSettings(
-            self.seq_length, self.seed, eval_fraction=0.0, vocab_size=job.model.vocab_size
+            self.seq_length, self.seed, 0.0, job.model.vocab_size, cache_folder=Path(self.folder) / "data"
         )
-        return load_data(one_source(self.data), Path(self.folder) / "data", settings, lambda message: None)
+        return load_data(one_source(self.data), settings)
 
 
 def choose_device(wanted: str) -> Device:

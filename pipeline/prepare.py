@@ -16,7 +16,7 @@ from typing import Annotated
 
 import tyro
 
-from pipeline.base.command import run_command
+from pipeline.base.command import run_command, show_messages
 from pipeline.base.fields import range_problems
 from pipeline.base.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem
 from pipeline.base.words import counted
@@ -79,6 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if problems := _problems(options):
             raise JobError(problems)
+        show_messages(_say)
         if options.output is not None:
             _prepare(options, options.output)
         if options.inspect:
@@ -129,7 +130,7 @@ def _problems(options: PrepareOptions) -> list[Problem]:
 
 def _prepare(options: PrepareOptions, prefix: str) -> None:
     folder = Path(options.cache_dir or f"{prefix}.remote")
-    with RemoteCache(folder, int(options.cache_size * 1e9), _say) as remote:
+    with RemoteCache(folder, int(options.cache_size * 1e9)) as remote:
         _prepare_local(options, prefix, find_corpus(remote.localize(options.inputs)))
 
 
@@ -147,7 +148,8 @@ def _prepare_local(options: PrepareOptions, prefix: str, corpus: Corpus) -> None
     parts = counted(len(corpus.files), "file"), f"{size / 1e6:,.1f} MB", counted(workers, "worker")
     _say(", ".join(parts))
     line = _ProgressLine()
-    description = write_tokens(prefix, corpus, tokenizer, rules, workers, line.say, line)
+    show_messages(line.say)
+    description = write_tokens(prefix, corpus, tokenizer, rules, workers, line)
     if options.train_tokenizer is None:
         tokenizer.save(folder)  # a run finds it there
     _say(f"{prefix}.bin, .idx, .json: tokenizer {tokenizer.identity}, {description['seconds']} s")
@@ -159,7 +161,7 @@ def _prepare_local(options: PrepareOptions, prefix: str, corpus: Corpus) -> None
 def _tokenizer(options: PrepareOptions, corpus: Corpus, rules: Rules, folder: Path) -> Tokenizer:
     """The tokenizer to use; `folder` is its place beside the tokens."""
     if options.train_tokenizer is not None:
-        return train_tokenizer(corpus, rules, options.train_tokenizer, folder, _say)
+        return train_tokenizer(corpus, rules, options.train_tokenizer, folder)
     tokenizer = load_tokenizer(options.tokenizer)
     if folder.exists() and tokenizer_facts(str(folder)).identity != tokenizer.identity:
         rule = f"{folder} holds another tokenizer"

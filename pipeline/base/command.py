@@ -1,8 +1,9 @@
-"""What the commands of the pipeline share: who reads their output may leave, and who ends them is heard."""
+"""What the commands of the pipeline share: what they show, who reads it may leave, who ends them is heard."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -16,6 +17,29 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     """Run a command and end this process with its exit code; with 1 where its reader has left."""
     with reader_may_leave():
         sys.exit(main())
+
+
+class _MessageHandler(logging.Handler):
+    """Passes the text of each record on; what `write` raises ends the command as any other error does."""
+
+    def __init__(self, write: Callable[[str], object]) -> None:
+        super().__init__()
+        self._write = write
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._write(record.getMessage())
+
+
+def show_messages(write: Callable[[str], object], of: str = "pipeline") -> None:
+    """Give what the modules below `of` log, from INFO on, to `write`; to it alone, if called again.
+
+    Process-wide, so it is for whoever owns the process: modules log, and never ask who listens.
+    """
+    logger = logging.getLogger(of)
+    for handler in [each for each in logger.handlers if isinstance(each, _MessageHandler)]:
+        logger.removeHandler(handler)
+    logger.addHandler(_MessageHandler(write))
+    logger.setLevel(logging.INFO)
 
 
 @contextlib.contextmanager

@@ -6,14 +6,17 @@ import contextlib
 import errno
 import fcntl
 import glob
+import logging
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TypeVar
+
+logger = logging.getLogger(__name__)
 
 _Self = TypeVar("_Self", bound="LineFile")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -143,7 +146,9 @@ class LineFile:
 
 
 @contextmanager
-def file_lock(path: Path, time_limit: float, report: Callable[[str], None]) -> Iterator[None]:
+def file_lock(
+    path: Path, time_limit: float = 0.0, *, shared: bool = False, quiet: bool = False
+) -> Iterator[None]:
     """Hold the lock `path`; the operating system gives it up when its process ends, however it ends.
 
     The file stays behind, as removing it would let a third process lock a new file of the same name.
@@ -151,31 +156,34 @@ def file_lock(path: Path, time_limit: float, report: Callable[[str], None]) -> I
     Args:
         path: The lock file; made if missing.
         time_limit: Seconds to wait for another process.
-        report: Receives a message after 2 seconds of a wait (half of a short limit), then every 10 seconds.
+        shared: Others may hold it shared, too.
+        quiet: Log a wait at the level of debugging, else as information: after 2 seconds (half of a short
+            limit), then every 10 seconds.
 
     Raises:
         TimeoutError: another process held it for longer than `time_limit`.
     """
     with path.open("a") as lock:
-        _acquire(lock.fileno(), path, time_limit, report)
+        wanted = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        begin, next_message = time.monotonic(), min(_PATIENCE_SECONDS, time_limit / 2)
+        while not _acquired(lock.fileno(), wanted):
+            waited = time.monotonic() - begin
+            if waited >= time_limit:
+                raise TimeoutError(f"another process has held {path} for more than {time_limit:.0f} s")
+            if waited >= next_message:
+                text = f"waiting for another process that holds {path} ({waited:.0f} of {time_limit:.0f} s)"
+                logger.log(logging.DEBUG if quiet else logging.INFO, text)
+                next_message = waited + _MESSAGE_SECONDS
+            time.sleep(_POLL_SECONDS)
         yield  # closing the file gives the lock up
 
 
-def _acquire(descriptor: int, path: Path, time_limit: float, report: Callable[[str], None]) -> None:
-    begin = time.monotonic()
-    next_message = min(_PATIENCE_SECONDS, time_limit / 2)
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            waited = time.monotonic() - begin
-        if waited >= time_limit:
-            raise TimeoutError(f"another process has held {path} for more than {time_limit:.0f} s")
-        if waited >= next_message:
-            report(f"waiting for another process that holds {path} ({waited:.0f} of {time_limit:.0f} s)")
-            next_message = waited + _MESSAGE_SECONDS
-        time.sleep(_POLL_SECONDS)
+def _acquired(descriptor: int, wanted: int) -> bool:
+    try:
+        fcntl.flock(descriptor, wanted | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def file_system_of(folder: Path) -> str:

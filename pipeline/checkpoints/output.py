@@ -45,7 +45,7 @@ def only_one(lock: Path, key: str, folder: Path, doing: str) -> Iterator[None]:
     """
     with ExitStack() as stack:
         try:
-            stack.enter_context(file_lock(lock, 0.0, lambda _: None))
+            stack.enter_context(file_lock(lock))
         except TimeoutError as error:  # of a disk, inside, it would be something else
             rule, remedy = f"another process is {doing} into it", "Wait for it, or name another folder"
             raise JobError([Problem(key, str(folder), rule, remedy)]) from error

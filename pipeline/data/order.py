@@ -16,13 +16,15 @@ one is made by each rank for itself.
 
 from __future__ import annotations
 
+import glob
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from pipeline.base.files import file_lock
+from pipeline.base.files import file_lock, remove_unfinished, replaced_atomically
 from pipeline.base.problems import JobError, Problem
 
 # Constants of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014).
@@ -189,40 +191,33 @@ class EpochIndexes:
             OSError: the file cannot be written.
         """
         if self._stem is None:
-            begins = np.empty(len(self._documents) + 1, dtype=np.int64)
-            self._fill(begins, self.order(epoch))
-            return begins
-        path = self._path(epoch)
+            return np.concatenate(list(self._begins(epoch)))
+        path = self._stem.with_name(f"{self._stem.name}.epoch{epoch}.npy")
         if not path.exists():
-            with file_lock(self._stem.with_name(f"{self._stem.name}.lock"), _WAIT, _silent):
+            # Quiet, as a wait for a few seconds' work is no news.
+            with file_lock(self._stem.with_name(f"{self._stem.name}.lock"), _WAIT, quiet=True):
                 if not path.exists():
                     self._write(path, epoch)
         return np.asarray(np.load(path, mmap_mode="r"))
 
-    def _path(self, epoch: int) -> Path:
-        return self._stem.with_name(f"{self._stem.name}.epoch{epoch}.npy")
-
     def _write(self, path: Path, epoch: int) -> None:
         """Make the file, which appears when it is complete. Called with the lock held."""
-        temporary = path.with_name(f"{self._stem.name}.partial")
-        shape = (len(self._documents) + 1,)
-        begins = np.lib.format.open_memmap(temporary, mode="w+", dtype=np.int64, shape=shape)
-        self._fill(begins, self.order(epoch))
-        begins.flush()
-        temporary.replace(path)
-        for old in self._stem.parent.glob(f"{self._stem.name}.epoch*.npy"):
+        remove_unfinished(path)
+        header = {"descr": "<i8", "fortran_order": False, "shape": (len(self._documents) + 1,)}
+        with replaced_atomically(path) as file:
+            np.lib.format.write_array_header_1_0(file, header)
+            for begins in self._begins(epoch):
+                file.write(begins.astype("<i8", copy=False).data)
+        for old in path.parent.glob(f"{glob.escape(self._stem.name)}.epoch*.npy"):
             if int(old.stem.rpartition("epoch")[2]) <= epoch - _KEPT:
                 old.unlink()  # a rank that has it mapped keeps it
 
-    def _fill(self, begins: np.ndarray, order: Order) -> None:
-        begins[0] = 0
+    def _begins(self, epoch: int) -> Iterator[np.ndarray]:
+        """`begins` part by part, so that a long index never is in memory whole."""
+        order, total = self.order(epoch), np.zeros(1, dtype=np.int64)
+        yield total
         for first in range(0, len(self._documents), _INDEX_CHUNK):
-            last = min(first + _INDEX_CHUNK, len(self._documents))
-            ids = self._documents[order(np.arange(first, last))]
-            lengths = self._offsets[ids + 1] - self._offsets[ids]
-            lengths[0] += begins[first]
-            np.cumsum(lengths, out=begins[first + 1 : last + 1])
-
-
-def _silent(_: str) -> None:
-    """A wait for a few seconds' work is no news."""
+            ids = self._documents[order(np.arange(first, min(first + _INDEX_CHUNK, len(self._documents))))]
+            ends = total[-1] + np.cumsum(self._offsets[ids + 1] - self._offsets[ids])
+            yield ends
+            total = ends[-1:]

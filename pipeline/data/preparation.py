@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
 import os
 import shutil
 import time
@@ -25,6 +26,9 @@ from pipeline.data.records import Task, read_tasks
 from pipeline.data.token_file import TokenFile, join_token_files, open_token_file, token_problems
 from pipeline.data.token_writer import Counts, TokenWriter, finish_interrupted
 from pipeline.data.tokenizer import Tokenizer
+
+# What it says is for the user whichever rank it runs on: any rank of a host may be the one that tokenizes.
+logger = logging.getLogger(__name__)
 
 # Changes when the same inputs would give other tokens.
 FORMAT = 2
@@ -102,7 +106,6 @@ def write_tokens(
     tokenizer: Tokenizer,
     rules: Rules,
     workers: int,
-    report: Callable[[str], None],
     progress: Callable[[PreparationProgress], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Tokenize the files of `corpus` into ``PREFIX.bin``, ``.idx`` and ``.json``; the description.
@@ -121,7 +124,7 @@ def write_tokens(
     encoder = Encoder(tokenizer, token_dtype(tokenizer.vocab_size), rules.text_field)
     with _explained(prefix, workers), TokenWriter(prefix, encoder.dtype, identity) as writer:
         if writer.resumed:
-            report(f"continuing after {writer.counts.documents:,} documents")
+            logger.info(f"continuing after {writer.counts.documents:,} documents")
         else:
             for entry in corpus.skipped:
                 writer.counts.skip(entry.path, entry.reason)
@@ -135,7 +138,7 @@ def write_tokens(
         writer.commit()
         description = _description(corpus, tokenizer, rules, identity, encoder.dtype, writer.counts)
         writer.finish(description)
-    report(f"tokenized {description['documents']:,} documents into {description['tokens']:,} tokens")
+    logger.info(f"tokenized {description['documents']:,} documents into {description['tokens']:,} tokens")
     return description
 
 
@@ -291,17 +294,14 @@ def cached_tokens(
     corpus: Corpus,
     tokenizer: Tokenizer,
     folder: Path,
-    report: Callable[[str], None],
-    time_limit: float = DEFAULT_WAIT,
     rules: Rules | None = None,
-    report_work: Callable[[str], None] | None = None,
+    time_limit: float = DEFAULT_WAIT,
 ) -> TokenFile:
     """The tokens of `corpus`: of its text, made under `folder` if not there yet, and of its token files.
 
     Every rank of a host calls it. One makes the tokens in a temporary folder, which gets its name only
-    when it is complete and on the disk; the others wait, with messages to `report`, at most
-    `time_limit` seconds. A process that is killed leaves no lock behind, and what it had made is
-    continued by the next. What the one at work says goes to `report_work`, by default `report`.
+    when it is complete and on the disk; the others wait at most `time_limit` seconds. A process that is
+    killed leaves no lock behind, and what it had made is continued by the next.
 
     Raises:
         JobError: inputs that cannot be used, a damaged cache, or token files of another tokenizer.
@@ -318,32 +318,21 @@ def cached_tokens(
     if problems:
         raise JobError(problems)
     if corpus.files:
-        files.insert(
-            0,
-            _tokens_of_text(
-                corpus, tokenizer, folder, report, report_work or report, time_limit, rules or Rules()
-            ),
-        )
+        files.insert(0, _tokens_of_text(corpus, tokenizer, folder, rules or Rules(), time_limit))
         prefixes.insert(0, "the text")
     return join_token_files(prefixes, files)
 
 
 def _tokens_of_text(
-    corpus: Corpus,
-    tokenizer: Tokenizer,
-    folder: Path,
-    report: Callable[[str], None],
-    report_work: Callable[[str], None],
-    time_limit: float,
-    rules: Rules,
+    corpus: Corpus, tokenizer: Tokenizer, folder: Path, rules: Rules, time_limit: float
 ) -> TokenFile:
     folder.mkdir(parents=True, exist_ok=True)
     identity = cache_identity(corpus, tokenizer, rules)
     finished = folder / identity
     if not finished.is_dir():
-        with file_lock(folder / f"{identity}.lock", time_limit, report):
+        with file_lock(folder / f"{identity}.lock", time_limit):
             if not finished.is_dir():
-                _make(finished, corpus, tokenizer, rules, report_work)
+                _make(finished, corpus, tokenizer, rules)
     try:
         return open_token_file(str(finished / _NAME))
     except JobError as error:
@@ -352,15 +341,13 @@ def _tokens_of_text(
         raise JobError([Problem("data", str(finished), rule, remedy)]) from error
 
 
-def _make(
-    finished: Path, corpus: Corpus, tokenizer: Tokenizer, rules: Rules, report: Callable[[str], None]
-) -> None:
+def _make(finished: Path, corpus: Corpus, tokenizer: Tokenizer, rules: Rules) -> None:
     """Write the token folder and let it appear at once. Called with the lock held."""
-    report(f"tokenizing {len(corpus.files):,} files of {corpus.name}")
+    logger.info(f"tokenizing {len(corpus.files):,} files of {corpus.name}")
     temporary = finished.with_name(f"{finished.name}.partial")
     temporary.mkdir(exist_ok=True)
     try:
-        write_tokens(str(temporary / _NAME), corpus, tokenizer, rules, usual_workers(corpus), report)
+        write_tokens(str(temporary / _NAME), corpus, tokenizer, rules, usual_workers(corpus))
     except JobError:
         # Nothing to go on from; but a full disk or a dead worker leaves what is written to be continued.
         if not (temporary / f"{_NAME}.progress.json").exists():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import logging
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ from urllib.parse import urlsplit
 
 from pipeline.base.problems import JobError, Problem
 from pipeline.data.inputs import file_name, kind_of, remote_problem, shown
+
+logger = logging.getLogger(__name__)
 
 # What stores call the version of an object's content, the most telling first.
 _VERSIONS = ("ETag", "etag", "generation", "md5Hash", "Last-Modified", "LastModified", "updated", "created")
@@ -69,11 +72,9 @@ class RemoteStore:
     """Finds and reads objects; tries again what may pass.
 
     Args:
-        report: Receives a message before each further attempt.
         pause: Seconds before the second attempt, doubled before each further one.
     """
 
-    report: Callable[[str], None]
     pause: float = 1.0
     _systems: dict[str, Any] = field(default_factory=dict)
 
@@ -224,7 +225,7 @@ class RemoteStore:
             rule = f"cannot be read: failed{again} ({_reason(error)})"
             raise JobError([Problem("data", shown(url), rule, _remedy(error))]) from None
         pause = self.pause * 2 ** (failures - 1)
-        self.report(f"{shown(url)}: {_reason(error)}; trying again in {pause:.0f} s")
+        logger.info(f"{shown(url)}: {_reason(error)}; trying again in {pause:.0f} s")
         time.sleep(pause)
 
 

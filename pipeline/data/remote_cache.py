@@ -12,14 +12,14 @@ recently used first, when room is needed.
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +30,8 @@ from pipeline.base.files import file_lock, replaced_atomically
 from pipeline.base.problems import JobError, Problem
 from pipeline.data.inputs import is_remote, shown
 from pipeline.data.remote import Bundle, RemoteObject, RemoteStore
+
+logger = logging.getLogger(__name__)
 
 # Bytes after which what has arrived is forced to the disk and can be continued from.
 _CHECKPOINT = 64 << 20
@@ -56,15 +58,12 @@ class RemoteCache:
         folder: Where they are, on a disk of this host.
         limit: Bytes that they may take.
         store: Where objects come from.
-        report: Receives messages about downloads; silent on all ranks of a host but one.
     """
 
-    def __init__(
-        self, folder: Path, limit: int, report: Callable[[str], None], store: RemoteStore | None = None
-    ) -> None:
-        self.folder, self.limit, self.report = folder.absolute(), limit, report
-        self.store = store or RemoteStore(report)
-        self._in_use: list[BinaryIO] = []
+    def __init__(self, folder: Path, limit: int, store: RemoteStore | None = None) -> None:
+        self.folder, self.limit = folder.absolute(), limit
+        self.store = store or RemoteStore()
+        self._in_use = ExitStack()
 
     def __enter__(self) -> RemoteCache:
         return self
@@ -76,9 +75,7 @@ class RemoteCache:
 
     def close(self) -> None:
         """Let others remove the copies."""
-        for file in self._in_use:
-            file.close()
-        self._in_use.clear()
+        self._in_use.close()
 
     def localize(self, paths: Sequence[str]) -> tuple[str, ...]:
         """`paths` with each address replaced by the path of its local copy, which is made if need be.
@@ -94,16 +91,11 @@ class RemoteCache:
         version = _version(bundle)
         for name in ("entries", "locks"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
-        with file_lock(self.folder / "locks" / f"{version}.load", _WAIT, self.report):
-            in_use = (self.folder / "locks" / f"{version}.use").open("ab")
-            fcntl.flock(in_use, fcntl.LOCK_SH)
+        with file_lock(self.folder / "locks" / f"{version}.load", _WAIT), ExitStack() as in_use:
+            in_use.enter_context(file_lock(self.folder / "locks" / f"{version}.use", _WAIT, shared=True))
             entry = _Entry(self.folder, version, bundle)
-            try:
-                self._complete(entry)
-            except BaseException:
-                in_use.close()
-                raise
-            self._in_use.append(in_use)
+            self._complete(entry)
+            self._in_use.push(in_use.pop_all())
         return str(entry.place / bundle.name if bundle.name else entry.place)
 
     def _complete(self, entry: _Entry) -> None:
@@ -122,7 +114,7 @@ class RemoteCache:
     def _load(self, entry: _Entry) -> None:
         objects = entry.bundle.objects
         size = sum(each.size for each in objects)
-        self.report(f"loading {len(objects):,} objects, {size / 1e6:,.1f} MB, of {shown(entry.bundle.url)}")
+        logger.info(f"loading {len(objects):,} objects, {size / 1e6:,.1f} MB, of {shown(entry.bundle.url)}")
         checked = {each.name: self._load_object(each, entry.path_of(each)) for each in objects}
         entry.complete(checked)
 
@@ -149,7 +141,7 @@ class RemoteCache:
                 raise JobError(
                     [Problem("data", shown(wanted.url), rule, "Look at the store, and the network")]
                 )
-            self.report(f"{shown(wanted.url)}: its checksum is not the store's; loading it again")
+            logger.info(f"{shown(wanted.url)}: its checksum is not the store's; loading it again")
             first = checked.blake2b
         if not self.store.is_current(wanted):
             part.unlink()
@@ -165,7 +157,7 @@ class RemoteCache:
         """Complete `part`, from as far as its contents can be trusted; the checksum of all of it."""
         begin, hashes = _trusted(part)
         if begin:
-            self.report(
+            logger.info(
                 f"{shown(wanted.url)}: continuing at {begin / 1e6:,.1f} of {wanted.size / 1e6:,.1f} MB"
             )
         note = part.with_name(f"{part.name}.json")
@@ -198,7 +190,7 @@ class RemoteCache:
 
     def _make_room(self, entry: _Entry) -> None:
         """Reserve the entry's bytes, and remove others until all reservations fit."""
-        with file_lock(self.folder / "locks" / "room", _WAIT, self.report):
+        with file_lock(self.folder / "locks" / "room", _WAIT):
             others = {path: _read_json(path) for path in (self.folder / "entries").glob("*.json")}
             others.pop(entry.note, None)
             total = entry.size + sum(each["bytes"] for each in others.values())
@@ -321,10 +313,10 @@ def _hash(path: Path, size: int) -> tuple[_Hashes, int]:
 
 def _remove(folder: Path, note: Path, known: dict[str, Any]) -> bool:
     """Remove an entry, unless a process uses it."""
-    with (folder / "locks" / f"{note.stem}.use").open("ab") as in_use:
+    with ExitStack() as unused:
         try:
-            fcntl.flock(in_use, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            unused.enter_context(file_lock(folder / "locks" / f"{note.stem}.use"))
+        except TimeoutError:
             return False
         place = folder / known["place"]
         if place.exists():

@@ -10,19 +10,18 @@ the other two.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
-from pipeline.base.files import replaced_atomically, sync_folder
+from pipeline.base.files import file_lock, replaced_atomically, sync_folder
 from pipeline.base.problems import JobError, Problem
 from pipeline.data.corpus import Skipped
 from pipeline.data.records import ReadPosition
@@ -110,7 +109,7 @@ class TokenWriter:
         with ExitStack() as stack:
             self._bin = stack.enter_context(self.paths["bin.partial"].open("ab"))
             self._sizes = stack.enter_context(self.paths["sizes.partial"].open("ab"))
-            self._lock()
+            stack.enter_context(self._lock())
             self._continue()
             self._files = stack.pop_all()
 
@@ -187,13 +186,16 @@ class TokenWriter:
         for suffix in ("bin.partial", "sizes.partial", "idx.partial", "json.partial", "progress.json"):
             self.paths[suffix].unlink(missing_ok=True)
 
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._sizes, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            rule = "another process is writing these token files"
-            remedy = "Wait for it, or use another PREFIX"
-            raise JobError([Problem("output", self.paths.prefix, rule, remedy)]) from error
+    @contextmanager
+    def _lock(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(file_lock(self.paths["sizes.partial"]))
+            except TimeoutError as error:
+                rule = "another process is writing these token files"
+                remedy = "Wait for it, or use another PREFIX"
+                raise JobError([Problem("output", self.paths.prefix, rule, remedy)]) from error
+            yield
 
     def _note(self, finished: bool) -> None:
         note = {"identity": self.identity, "finished": finished, "place": asdict(self.place)}

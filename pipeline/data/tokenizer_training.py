@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from pipeline.data.preparation import Rules, cache_identity
 from pipeline.data.records import read_texts
 from pipeline.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, write_tokenizer_folder
 
+logger = logging.getLogger(__name__)
+
 END = "<|endoftext|>"
 # The 256 bytes and the end of a document: the smallest vocabulary that knows every text.
 SMALLEST = 257
@@ -22,9 +25,7 @@ _NOTE = "trained_on.json"
 _BATCH = 1000
 
 
-def train_tokenizer(
-    corpus: Corpus, rules: Rules, vocab_size: int, folder: Path, report: Callable[[str], None]
-) -> Tokenizer:
+def train_tokenizer(corpus: Corpus, rules: Rules, vocab_size: int, folder: Path) -> Tokenizer:
     """A byte-level BPE with GPT-2's way to split words, saved as a Hugging Face folder.
 
     What an earlier call trained on the same inputs is taken as it is.
@@ -34,7 +35,6 @@ def train_tokenizer(
         rules: Where the text is; a bad record is left out where it is to be skipped.
         vocab_size: Ids to reach, end of document included; fewer where the text has no more pairs.
         folder: Where it is saved.
-        report: Receives messages.
 
     Raises:
         JobError: too small a size, no text, a bad record, or another tokenizer in `folder`.
@@ -42,16 +42,16 @@ def train_tokenizer(
     _check(corpus, vocab_size)
     note = {"inputs": cache_identity(corpus, ByteTokenizer(), rules), "vocab_size": vocab_size}
     if _is_trained(folder, note):
-        report(f"using the tokenizer that was trained before, {folder}")
+        logger.info(f"using the tokenizer that was trained before, {folder}")
         return load_tokenizer(str(folder))
-    report(f"training a tokenizer of {vocab_size:,} ids on {corpus.name}")
+    logger.info(f"training a tokenizer of {vocab_size:,} ids on {corpus.name}")
     text = _train(_batches(corpus, rules), vocab_size)
     folder.mkdir(parents=True, exist_ok=True)
     _write_note(folder, {**note, "finished": False})
     write_tokenizer_folder(folder, text, END)
     _write_note(folder, {**note, "finished": True})
     tokenizer = load_tokenizer(str(folder))
-    report(f"trained {tokenizer.vocab_size:,} ids, saved as {folder}")
+    logger.info(f"trained {tokenizer.vocab_size:,} ids, saved as {folder}")
     return tokenizer
 
 

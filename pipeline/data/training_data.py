@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -108,45 +108,41 @@ class DataSettings:
         seed: Chooses the held-out documents and the sample order.
         eval_fraction: Share of each source's documents that is held out, 0 to below 1; 0 holds out nothing.
         vocab_size: The model's, unpadded; must hold every id of the tokenizer.
+        cache_folder: Where token files and long indexes are kept.
         document_mask: Say which document each token belongs to.
         mask_document_end: Do not count what follows a document's last token.
+        rules: Where the text of a record is, and what happens to a bad one.
+        time_limit: Seconds to wait for the process that tokenizes.
     """
 
     sequence_length: int
     seed: int
     eval_fraction: float
     vocab_size: int
+    cache_folder: Path
     document_mask: bool = False
     mask_document_end: bool = False
+    rules: Rules = field(default_factory=Rules)
+    time_limit: float = DEFAULT_WAIT
 
 
 def load_data(
     sources: Sequence[SourceSpec],
-    cache_folder: Path,
     settings: DataSettings,
-    report: Callable[[str], None],
     *,
     validation: Sequence[SourceSpec] = (),
     tokenizer: Tokenizer | None = None,
-    rules: Rules | None = None,
     saved: dict[str, Any] | None = None,
     position: int = 0,
-    time_limit: float = DEFAULT_WAIT,
-    report_work: Callable[[str], None] | None = None,
 ) -> TrainingData:
     """Tokenize what is new, split it by documents, and pack it. Every rank calls it and gets the same.
 
     Args:
         sources: To train on; their weights add up to 1.
-        cache_folder: Where token files and long indexes are kept.
-        report: Receives messages about long work; silent on all ranks but one.
         validation: Named sets, evaluated whole.
         tokenizer: Of texts; None: bytes.
-        rules: Where the text of a record is, and what happens to a bad one.
         saved: What `ResumedBlend.state` gave the checkpoint that the run goes on from.
         position: Samples consumed by then.
-        time_limit: Seconds to wait for the process that tokenizes.
-        report_work: Receives what the one process that tokenizes says, whichever it is; default: `report`.
 
     Raises:
         JobError: paths, texts or sizes that cannot be used, or data that the checkpoint was not trained on.
@@ -158,13 +154,13 @@ def load_data(
 
     def opened(spec: SourceSpec) -> OpenSource:
         corpus = find_corpus(spec.paths)
-        file = cached_tokens(corpus, tokenizer, cache_folder, report, time_limit, rules, report_work)
+        file = cached_tokens(corpus, tokenizer, settings.cache_folder, settings.rules, settings.time_limit)
         return OpenSource(spec, corpus, file)
 
     training, named = [opened(spec) for spec in sources], [opened(spec) for spec in validation]
     if problems := _leaks(training, named):
         raise JobError(problems)
-    train, evaluation = _packed(training, named, _Packer(settings, cache_folder))
+    train, evaluation = _packed(training, named, _Packer(settings))
     order = resume_blend(train, BlendState.from_json(saved) if saved else None, position)
     return TrainingData(tokenizer, tuple(training), order, tuple(evaluation))
 
@@ -188,7 +184,6 @@ class _Packer:
     """Makes the datasets of opened sources."""
 
     settings: DataSettings
-    cache_folder: Path
 
     def split(self, opened: OpenSource) -> tuple[BlendSource, PackedDataset | None]:
         """The training samples of a source, and its held-out ones.
@@ -233,7 +228,7 @@ class _Packer:
                 find_documents=settings.document_mask,
                 mask_document_end=settings.mask_document_end,
                 vocab_size=settings.vocab_size,
-                index_stem=self.cache_folder / f"order-{file.fingerprint}-{settings.seed}-{side}",
+                index_stem=settings.cache_folder / f"order-{file.fingerprint}-{settings.seed}-{side}",
             )
         except ValueError as error:
             rule = f"{len(documents)} {'evaluation' if keep_tail else 'training'} documents: {error}"

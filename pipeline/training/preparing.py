@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import psutil
 
+from pipeline.base.command import show_messages
 from pipeline.base.problems import JobError, Problem
 from pipeline.checkpoints.manifest import TrainState
 from pipeline.checkpoints.output import checkpoint_bytes
@@ -77,8 +79,8 @@ def prepare(job: Job, environment: RankEnvironment, stop: StopRequest, link: Ran
     stopping = _stopping(job, rank, stop)
     step = _state(found).step
     link.progress("preparing data", step)
-    remote = remote_cache(job, console.message)
-    data = run_data(job, _state(found), rank, console.message, remote)
+    remote = remote_cache(job)
+    data = run_data(job, _state(found), remote)
     link.progress("joining", step)
     with stop.meeting():
         parallel = _meet(job, environment)
@@ -86,7 +88,7 @@ def prepare(job: Job, environment: RankEnvironment, stop: StopRequest, link: Ran
     selection = _agreed(job, environment, parallel, found, console, stopping)
     if selection.checkpoint != found.checkpoint:  # another one than the manifests alone had promised
         console = _console(job, rank, selection)
-        data = run_data(job, _state(selection), rank, console.message, remote)
+        data = run_data(job, _state(selection), remote)
     agree_on_start(parallel, data.fingerprint, _state(selection).step)
     return Prepared(job, parallel, selection, data, remote, stopping, console, link)
 
@@ -113,12 +115,17 @@ def _require_usable_numbers(job: Job, state: TrainState) -> None:
 
 
 def _console(job: Job, rank: int, selection: Selection) -> Console:
-    return make_console(
+    console = make_console(
         rank,
         total_steps=job.train_steps,
         log_interval=job.reporting.log_interval,
         resume_step=_state(selection).step,
     )
+    if rank == 0:
+        show_messages(console.message)
+    else:  # any rank may be the one that tokenizes; only rank 0 speaks otherwise
+        show_messages(partial(print, flush=True), "pipeline.data.preparation")
+    return console
 
 
 def _stopping(job: Job, rank: int, signals: StopRequest) -> Stopping:

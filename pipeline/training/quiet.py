@@ -16,12 +16,15 @@ EXPECTED_WARNINGS = (
 )
 
 
-class _NotExpected(logging.Filter):
+class _Unexpected(logging.Filter):
+    """Lets records from a level on through, but for the warnings that are expected."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self.least = least
+
     def filter(self, record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith(EXPECTED_WARNINGS)
-
-
-_NOT_EXPECTED = _NotExpected()
+        return record.levelno >= self.least and not record.getMessage().startswith(EXPECTED_WARNINGS)
 
 
 def quiet_deepspeed(rank: int, reports: bool = False) -> None:
@@ -31,13 +34,17 @@ def quiet_deepspeed(rank: int, reports: bool = False) -> None:
     information; rank 0 then lets that through.
 
     Process-wide, so it is for entry points. Call it before DeepSpeed is imported, which warns already
-    then; later imports cannot undo it, as they can the level of a logger.
+    then; it sets its logger's level at that time, and so has a filter.
     """
-    if rank == 0:
-        logging.disable(logging.DEBUG if reports else logging.INFO)
-    else:
-        logging.disable(logging.WARNING)
-    logging.getLogger("DeepSpeed").addFilter(_NOT_EXPECTED)
+    least = logging.ERROR if rank != 0 else logging.INFO if reports else logging.WARNING
+    logging.getLogger("DeepSpeed").addFilter(_Unexpected(least))
+    if rank != 0:
+        logging.getLogger().setLevel(least)
+        import torch  # noqa: F401  (sets the levels of its loggers at that time)
+
+        for logger in logging.Logger.manager.loggerDict.values():
+            if isinstance(logger, logging.Logger) and logger.level != logging.NOTSET:
+                logger.setLevel(max(logger.level, least))
     # DeepSpeed 0.19 calls collectives by names that torch renames in a later release.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     if rank != 0:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from pipeline.checkpoints.manifest import TrainState
@@ -16,18 +15,13 @@ from pipeline.data.training_data import DataSettings, TrainingData, load_data
 from pipeline.job.job import Job
 
 
-def remote_cache(job: Job, say: Callable[[str], None]) -> RemoteCache:
+def remote_cache(job: Job) -> RemoteCache:
     """Where copies of remote objects are kept. They stay as long as it is open."""
-    return RemoteCache(Path(job.data.cache_folder), job.data.cache_bytes, say)
+    return RemoteCache(Path(job.data.cache_folder), job.data.cache_bytes)
 
 
-def run_data(
-    job: Job, state: TrainState, rank: int, say: Callable[[str], None], remote: RemoteCache
-) -> TrainingData:
+def run_data(job: Job, state: TrainState, remote: RemoteCache) -> TrainingData:
     """What the job trains on and evaluates, from `state` on.
-
-    Args:
-        say: Tells the user, on rank 0.
 
     Raises:
         JobError: the data cannot be used, or is not what the checkpoint was trained on.
@@ -39,16 +33,11 @@ def run_data(
 
     return load_data(
         local(spec.training),
-        Path(job.output_dir) / "data",
         _settings(job),
-        say,
         validation=local(spec.validation),
         tokenizer=from_facts(spec.tokenizer),
-        rules=Rules(spec.text_field, spec.on_bad_record),
         saved=state.data,
         position=state.consumed_samples,
-        # Any rank may be the one that tokenizes; only rank 0's console speaks otherwise.
-        report_work=say if rank == 0 else partial(print, flush=True),
     )
 
 
@@ -59,6 +48,8 @@ def _settings(job: Job) -> DataSettings:
         seed=job.seed,
         eval_fraction=spec.held_out_fraction,
         vocab_size=job.model.vocab_size,
+        cache_folder=Path(job.output_dir) / "data",
         document_mask=spec.document_mask,
         mask_document_end=spec.mask_document_end,
+        rules=Rules(spec.text_field, spec.on_bad_record),
     )

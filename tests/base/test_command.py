@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from pipeline.base.command import show_messages
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,3 +41,18 @@ def test_a_command_whose_reader_has_left_ends_with_1(flush: str) -> None:
 def test_a_commands_code_is_the_process_code(code: int) -> None:
     script = f"from pipeline.base.command import run_command\nrun_command(lambda: print('line') or {code})"
     assert first_line("-c", script) == ("line\n", "", code)
+
+
+def test_what_modules_log_is_shown_by_the_last_who_asked() -> None:
+    first, second, narrow = [], [], []
+    try:
+        show_messages(first.append, "pipeline.tried")
+        show_messages(second.append, "pipeline.tried")
+        show_messages(narrow.append, "pipeline.tried.inner")
+        logging.getLogger("pipeline.tried").info("outer")
+        logging.getLogger("pipeline.tried.inner").info("inner")
+        logging.getLogger("pipeline.tried.inner").debug("detail")
+    finally:
+        for name in ("pipeline.tried", "pipeline.tried.inner"):
+            logging.getLogger(name).handlers.clear()
+    assert (first, second, narrow) == ([], ["outer", "inner"], ["inner"])

@@ -324,7 +324,7 @@ def test_two_processes_do_not_convert_into_one_folder(tmp_path: Path):
 def convert_beside_another(job: Job, folder: Path) -> str:
     invent(job, folder / "first")
     (folder / "made.partial").mkdir()
-    with file_lock(folder / "made.partial" / "lock", 0.0, print):
+    with file_lock(folder / "made.partial" / "lock"):
         try:
             convert(read_checkpoint(folder / "first"), job, folder / "made", 1)
         except JobError as error:

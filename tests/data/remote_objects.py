@@ -1,4 +1,4 @@
-"""Servers on loopback whose objects tests load, and a cache that keeps its messages."""
+"""Servers on loopback whose objects tests load, and a small cache."""
 
 from __future__ import annotations
 
@@ -82,11 +82,10 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class Cache(RemoteCache):
-    """A small cache whose messages are kept and which does not wait."""
+    """A small cache that does not wait."""
 
     def __init__(self, folder: Path, limit: int = 1 << 30) -> None:
-        self.messages: list[str] = []
-        super().__init__(folder, limit, self.messages.append, RemoteStore(self.messages.append, pause=0.0))
+        super().__init__(folder, limit, RemoteStore(pause=0.0))
 
     def one(self, url: str) -> Path:
         return Path(self.localize([url])[0])

@@ -37,9 +37,10 @@ def load(folder: Path, sources: list[SourceSpec], **options: object) -> Training
     keys = ("validation", "saved", "position")
     more = {key: options.pop(key) for key in keys if key in options}
     settings = DataSettings(
-        **{"sequence_length": 8, "seed": 1, "eval_fraction": 0.25, "vocab_size": 257} | options
+        **{"sequence_length": 8, "seed": 1, "eval_fraction": 0.25, "vocab_size": 257} | options,
+        cache_folder=folder / "cache",
     )
-    return load_data(sources, folder / "cache", settings, lambda _: None, **more)
+    return load_data(sources, settings, **more)
 
 
 def write_index(path: Path, documents: int, length: int) -> None:

@@ -36,7 +36,7 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bpe")
     (folder / "text.txt").write_text(TEXT * 20)
     corpus = find_corpus([str(folder / "text.txt")])
-    train_tokenizer(corpus, Rules(), 300, folder / "tokenizer", lambda _: None)
+    train_tokenizer(corpus, Rules(), 300, folder / "tokenizer")
     return folder / "tokenizer"
 
 

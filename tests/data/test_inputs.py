@@ -72,7 +72,7 @@ WRITERS = [write_plain, write_gz, write_zst, write_parquet, write_dataset, write
 
 
 def prepared(cache: Path, *paths: str, rules: Rules | None = None) -> TokenFile:
-    return cached_tokens(find_corpus(paths), ByteTokenizer(), cache, lambda _: None, rules=rules)
+    return cached_tokens(find_corpus(paths), ByteTokenizer(), cache, rules=rules)
 
 
 def texts_of(file: TokenFile) -> list[str]:
@@ -273,7 +273,7 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(
     corpus = find_corpus([path])
     os.utime(path, ns=(0, 0))
     with pytest.raises(JobError, match="changed while it was read"):
-        cached_tokens(corpus, ByteTokenizer(), tmp_path / "cache", lambda _: None)
+        cached_tokens(corpus, ByteTokenizer(), tmp_path / "cache")
 
 
 def test_options_and_kinds_belong_to_the_caches_identity(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -54,7 +55,7 @@ def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def prepare(prefix: Path, folder: Path, workers: int = 1, rules: Rules | None = None) -> dict[str, object]:
     corpus = find_corpus([str(folder)])
-    return write_tokens(str(prefix), corpus, ByteTokenizer(), rules or Rules(), workers, lambda _: None)
+    return write_tokens(str(prefix), corpus, ByteTokenizer(), rules or Rules(), workers)
 
 
 def content(prefix: Path) -> list[bytes]:
@@ -104,7 +105,11 @@ def interrupted_at(monkeypatch: pytest.MonkeyPatch, calls: int, target: type, na
 
 @pytest.mark.parametrize("calls", [0, 1, 5, 30])
 def test_a_killed_preparation_is_continued_to_the_same_bytes(
-    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: int
+    inputs: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    calls: int,
 ) -> None:
     prepare(tmp_path / "whole", inputs)
     with monkeypatch.context() as patch:
@@ -114,19 +119,18 @@ def test_a_killed_preparation_is_continued_to_the_same_bytes(
     assert not {"tokens.bin", "tokens.idx", "tokens.json"} & set(names(tmp_path))
     with Path(tmp_path / "tokens.bin.partial").open("ab") as stream:
         stream.write(b"half a write")  # not known to be on the disk: dropped
-    said: list[str] = []
+    caplog.set_level(logging.INFO, "pipeline")
+    caplog.clear()
     read: list[int] = []
     real = Encoder.__call__
     monkeypatch.setattr(
         Encoder, "__call__", lambda self, task: read.append(len(task.records)) or real(self, task)
     )
-    write_tokens(
-        str(tmp_path / "tokens"), find_corpus([str(inputs)]), ByteTokenizer(), Rules(), 1, said.append
-    )
+    write_tokens(str(tmp_path / "tokens"), find_corpus([str(inputs)]), ByteTokenizer(), Rules(), 1)
     assert content(tmp_path / "tokens") == content(tmp_path / "whole")
     assert names(tmp_path) == ["tokens.bin", "tokens.idx", "tokens.json"]
     if calls >= 5:
-        assert said[0].startswith("continuing after")
+        assert caplog.messages[0].startswith("continuing after")
         assert sum(read) < 220
 
 
@@ -227,9 +231,7 @@ def test_a_killed_worker_is_an_error_not_a_hang(
     inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(JobError, match="a worker process was ended from outside"):
-        write_tokens(
-            str(tmp_path / "tokens"), find_corpus([str(inputs)]), Deadly(), Rules(), 2, lambda _: None
-        )
+        write_tokens(str(tmp_path / "tokens"), find_corpus([str(inputs)]), Deadly(), Rules(), 2)
 
 
 class Deadly(ByteTokenizer):
@@ -246,7 +248,7 @@ def test_progress_is_told(inputs: Path, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(preparation, "_PROGRESS_SECONDS", 0.0)
     told: list[PreparationProgress] = []
     corpus: Corpus = find_corpus([str(inputs)])
-    write_tokens(str(tmp_path / "t"), corpus, ByteTokenizer(), Rules(), 1, lambda _: None, told.append)
+    write_tokens(str(tmp_path / "t"), corpus, ByteTokenizer(), Rules(), 1, told.append)
     shares = [progress.share for progress in told]
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
@@ -302,7 +304,7 @@ def test_a_preparation_on_processes_killed_from_outside_continues_and_leaves_no_
     assert not Path(f"{prefix}.idx").exists()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert "continuing after" in done.stdout
-    write_tokens(str(tmp_path / "whole"), corpus, ByteTokenizer(), Rules(), 1, lambda _: None)
+    write_tokens(str(tmp_path / "whole"), corpus, ByteTokenizer(), Rules(), 1)
     assert content(prefix) == content(tmp_path / "whole")
     assert open_token_file(str(prefix)).num_documents == 30_000
 

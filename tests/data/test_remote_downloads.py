@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 import threading
@@ -106,13 +107,16 @@ def interrupted(web: Web, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     return part
 
 
-def test_next_start_continues_a_download(web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_next_start_continues_a_download(
+    web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level(logging.INFO, "pipeline")
     part = interrupted(web, tmp_path, monkeypatch)
     had = part.stat().st_size
     assert had > 0
     cache = Cache(tmp_path)
     assert cache.one(web.url("/a.txt")).read_bytes() == CONTENT
-    assert web.gets() == [f"bytes={had}-"] and any("continuing" in message for message in cache.messages)
+    assert web.gets() == [f"bytes={had}-"] and any("continuing" in message for message in caplog.messages)
     assert not part.exists() and not list(tmp_path.rglob("*.part*"))
 
 
@@ -129,7 +133,7 @@ class Killed(remote.RemoteStore):
             if number == 55:
                 os.kill(os.getpid(), 9)
             yield block
-cache = remote_cache.RemoteCache(Path({str(tmp_path)!r}), 10**9, print, Killed(print))
+cache = remote_cache.RemoteCache(Path({str(tmp_path)!r}), 10**9, Killed())
 cache.localize([{web.url("/a.txt")!r}])
 """
     assert subprocess.run([sys.executable, "-c", script], cwd=PROJECT, check=False).returncode == -9

@@ -2,6 +2,7 @@
 
 import fcntl
 import itertools
+import logging
 import multiprocessing
 import os
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipeline.base.command import show_messages
 from pipeline.base.files import file_lock
 from pipeline.base.problems import JobError
 from pipeline.data.corpus import find_corpus
@@ -29,17 +31,13 @@ def texts(tmp_path: Path) -> Path:
     return folder
 
 
-def silent(_: str) -> None:
-    """Takes messages that a test does not look at."""
-
-
 def folders(cache: Path) -> list[str]:
     return sorted(path.name for path in cache.iterdir() if path.is_dir())
 
 
 def test_tokens_are_documents_in_order_each_with_its_end(texts: Path, tmp_path: Path) -> None:
     for _ in range(2):  # made, then opened
-        file = cached_tokens(find_corpus([str(texts)]), ByteTokenizer(), tmp_path / "cache", silent)
+        file = cached_tokens(find_corpus([str(texts)]), ByteTokenizer(), tmp_path / "cache")
         assert file.num_documents == len(TEXTS)
         for number, text in enumerate(TEXTS.values()):
             document = file.tokens[file.offsets[number] : file.offsets[number + 1]]
@@ -49,12 +47,12 @@ def test_tokens_are_documents_in_order_each_with_its_end(texts: Path, tmp_path: 
         assert not file.tokens.flags.writeable
 
 
-def test_second_use_makes_nothing(texts: Path, tmp_path: Path) -> None:
-    messages: list[str] = []
-    first = cached_tokens(find_corpus([str(texts)]), ByteTokenizer(), tmp_path, messages.append)
-    assert [message.split()[0] for message in messages] == ["tokenizing", "tokenized"]
-    second = cached_tokens(find_corpus([str(texts)]), ByteTokenizer(), tmp_path, messages.append)
-    assert len(messages) == 2
+def test_second_use_makes_nothing(texts: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "pipeline")
+    first = cached_tokens(find_corpus([str(texts)]), ByteTokenizer(), tmp_path)
+    assert [message.split()[0] for message in caplog.messages] == ["tokenizing", "tokenized"]
+    second = cached_tokens(find_corpus([str(texts)]), ByteTokenizer(), tmp_path)
+    assert len(caplog.messages) == 2
     assert first.fingerprint == second.fingerprint
 
 
@@ -93,7 +91,7 @@ def test_another_tokenizer_is_another_cache(texts: Path) -> None:
 
 def test_fingerprint_is_that_of_the_tokens_not_of_the_files(texts: Path, tmp_path: Path) -> None:
     def fingerprint() -> str:
-        return cached_tokens(find_corpus([str(texts)]), ByteTokenizer(), tmp_path, silent).fingerprint
+        return cached_tokens(find_corpus([str(texts)]), ByteTokenizer(), tmp_path).fingerprint
 
     before = fingerprint()
     change_time(texts)
@@ -105,17 +103,17 @@ def test_fingerprint_is_that_of_the_tokens_not_of_the_files(texts: Path, tmp_pat
 def test_what_is_not_utf8_is_skipped_by_name_or_refused(texts: Path, tmp_path: Path) -> None:
     bad = texts / "b.txt"
     bad.write_bytes("Stück".encode("latin-1"))
-    file = cached_tokens(find_corpus([str(texts)]), ByteTokenizer(), tmp_path / "cache", silent)
+    file = cached_tokens(find_corpus([str(texts)]), ByteTokenizer(), tmp_path / "cache")
     texts_left = [file.tokens[begin : end - 1].tobytes() for begin, end in itertools.pairwise(file.offsets)]
     assert texts_left == [TEXTS[name].encode("utf-16-le") for name in ("a.txt", "c.txt")]
     assert [(Path(s.path).name, s.reason) for s in file.skipped] == [("b.txt", "not UTF-8 at byte 2")]
     bad.write_bytes(b"x" * 70_000 + b"\xfc ")  # beyond what is looked at before a start
     with pytest.raises(JobError, match=r"b\.txt.*is not UTF-8 at byte 70000"):
-        cached_tokens(find_corpus([str(bad)]), ByteTokenizer(), tmp_path / "named", silent)
+        cached_tokens(find_corpus([str(bad)]), ByteTokenizer(), tmp_path / "named")
     for name in ("a.txt", "c.txt"):
         (texts / name).write_bytes(b"\xff")
     with pytest.raises(JobError, match=r"there is no document in it .*a\.txt: not UTF-8 at byte 0"):
-        cached_tokens(find_corpus([str(texts)]), ByteTokenizer(), tmp_path / "none", silent)
+        cached_tokens(find_corpus([str(texts)]), ByteTokenizer(), tmp_path / "none")
     assert folders(tmp_path / "named") == folders(tmp_path / "none") == []
 
 
@@ -135,15 +133,15 @@ class FullDisk(ByteTokenizer):
 def test_a_failure_half_way_leaves_nothing(texts: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     with pytest.raises(JobError, match=r"the disk is full.*Free some space and start again"):
-        cached_tokens(find_corpus([str(texts)]), FullDisk(), cache, silent)
+        cached_tokens(find_corpus([str(texts)]), FullDisk(), cache)
     assert folders(cache) == []
-    assert cached_tokens(find_corpus([str(texts)]), ByteTokenizer(), cache, silent).num_documents == 3
+    assert cached_tokens(find_corpus([str(texts)]), ByteTokenizer(), cache).num_documents == 3
 
 
 @pytest.mark.parametrize("damage", ["truncated", "no tokens", "no index", "broken index"])
 def test_a_damaged_cache_says_so(texts: Path, tmp_path: Path, damage: str) -> None:
     corpus = find_corpus([str(texts)])
-    cached_tokens(corpus, ByteTokenizer(), tmp_path, silent)
+    cached_tokens(corpus, ByteTokenizer(), tmp_path)
     folder = tmp_path / cache_identity(corpus, ByteTokenizer())
     if damage == "truncated":
         os.truncate(folder / "tokens.bin", 10)
@@ -154,7 +152,7 @@ def test_a_damaged_cache_says_so(texts: Path, tmp_path: Path, damage: str) -> No
     else:
         (folder / "tokens.idx").write_bytes(b"MMIDIDX")
     with pytest.raises(JobError, match=r"cache is damaged.*Delete this folder"):
-        cached_tokens(corpus, ByteTokenizer(), tmp_path, silent)
+        cached_tokens(corpus, ByteTokenizer(), tmp_path)
 
 
 def test_ids_choose_the_width() -> None:
@@ -174,7 +172,8 @@ class Slow(ByteTokenizer):
 
 def make_slowly(texts: str, cache: str, seconds: float, messages: multiprocessing.Queue) -> None:
     """One process of a host; the one at work takes `seconds` per document."""
-    file = cached_tokens(find_corpus([texts]), Slow(seconds), Path(cache), messages.put, time_limit=60)
+    show_messages(messages.put)
+    file = cached_tokens(find_corpus([texts]), Slow(seconds), Path(cache), time_limit=60)
     messages.put(f"fingerprint {file.fingerprint}")
 
 
@@ -218,23 +217,23 @@ def test_a_killed_process_leaves_neither_lock_nor_half_a_cache(texts: Path, tmp_
     process.kill()
     process.join(10)
     assert folders(cache) == [f"{identity}.partial"]
-    file = cached_tokens(find_corpus([str(texts)]), ByteTokenizer(), cache, silent, time_limit=1)
+    file = cached_tokens(find_corpus([str(texts)]), ByteTokenizer(), cache, time_limit=1)
     assert file.num_documents == 3
     assert folders(cache) == [identity]
 
 
-def test_waiting_has_a_limit_and_a_message(tmp_path: Path) -> None:
-    messages: list[str] = []
+def test_waiting_has_a_limit_and_a_message(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "pipeline")
     path = tmp_path / "lock"
     with path.open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         with (
             pytest.raises(TimeoutError, match=rf"{path} for more than 0 s"),
-            file_lock(path, 0.25, messages.append),
+            file_lock(path, 0.25),
         ):
             raise AssertionError("the lock was not exclusive")
-    assert len(messages) == 1
-    assert messages[0].startswith("waiting for another process")
-    with file_lock(path, 0, messages.append):
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("waiting for another process")
+    with file_lock(path):
         pass
-    assert len(messages) == 1
+    assert len(caplog.messages) == 1

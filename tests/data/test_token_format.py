@@ -39,7 +39,7 @@ def test_golden_bytes(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hi")
     (tmp_path / "b.txt").write_text("é\n")
     prefix = str(tmp_path / "tokens")
-    write_tokens(prefix, find_corpus([str(tmp_path)]), ByteTokenizer(), Rules(), 1, lambda _: None)
+    write_tokens(prefix, find_corpus([str(tmp_path)]), ByteTokenizer(), Rules(), 1)
     # h i end, c3 a9 newline end
     assert Path(f"{prefix}.bin").read_bytes().hex() == "680069000001c300a9000a000001"
     assert Path(f"{prefix}.idx").read_bytes().hex(" ", 1) == " ".join(
@@ -202,9 +202,7 @@ def test_tokens_of_another_tokenizer_or_beyond_the_vocabulary_are_refused(tmp_pa
     (problem,) = token_problems("foreign", foreign, "bytes", 300)
     assert "token id 300, and the tokenizer has ids 0 .. 299" in problem.rule
     (tmp_path / "x.txt").write_text("text")
-    write_tokens(
-        str(tmp_path / "ours"), find_corpus([str(tmp_path / "x.txt")]), ByteTokenizer(), Rules(), 1, print
-    )
+    write_tokens(str(tmp_path / "ours"), find_corpus([str(tmp_path / "x.txt")]), ByteTokenizer(), Rules(), 1)
     ours = open_token_file(str(tmp_path / "ours"))
     assert (ours.tokenizer_hash, ours.vocab_size, ours.max_token) == ("bytes", 257, 256)
     (problem,) = token_problems("ours", ours, "sha256:1", 1000)

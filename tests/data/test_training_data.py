@@ -35,8 +35,8 @@ def test_a_single_document_cannot_be_split() -> None:
 def load(
     folder: Path, *, sequence_length: int = 16, fraction: float = 0.25, vocab_size: int = 257
 ) -> TrainingData:
-    settings = DataSettings(sequence_length, seed=1, eval_fraction=fraction, vocab_size=vocab_size)
-    return load_data(one_source([str(folder)]), folder / "cache", settings, lambda _: None)
+    settings = DataSettings(sequence_length, 1, fraction, vocab_size, cache_folder=folder / "cache")
+    return load_data(one_source([str(folder)]), settings)
 
 
 @pytest.fixture
