@@ -17,8 +17,12 @@ from pipeline.cluster.launcher_options import (
 from pipeline.cluster.rank_environment import free_port
 from pipeline.job.options import CheckOptions
 from pipeline.job.report import console, print_problems
-from pipeline.launch.environment import environment_problems, examine_environment, training_devices
-from pipeline.launch.environment_table import environment_table
+from pipeline.launch.environment import (
+    environment_problems,
+    environment_table,
+    examine_environment,
+    training_devices,
+)
 from pipeline.launch.host_check.host_check import HostCheck, hosts_table, way_to
 from pipeline.launch.network_test.network_test import run_network_test
 from pipeline.launch.network_test.report import network_problems, network_tables

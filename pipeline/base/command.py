@@ -8,9 +8,13 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import NoReturn
 
-from pipeline.base.problems import EXIT_FAILED
+from pipeline.base.problems import EXIT_FAILED, EXIT_STOPPED
+
+# Requests to stop a job.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:
@@ -72,6 +76,21 @@ def reader_may_leave() -> Iterator[None]:
         # The interpreter flushes once more, and what is left has nowhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_FAILED)
+
+
+def take_stop_signals(handler: Callable[[int, FrameType | None], object]) -> None:
+    """Let `handler` have them; one that the caller has been told to ignore (nohup) stays ignored."""
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
+def leave_at_stop(number: int, _frame: FrameType | None) -> NoReturn:
+    """The end of a command that is still reading its own code and has started nothing."""
+    # Not an exception, which would come out of the middle of an import.
+    with contextlib.suppress(OSError):  # of a terminal that has hung up
+        os.write(2, f"Stopped by {signal.Signals(number).name} before anything was started.\n".encode())
+    os._exit(EXIT_STOPPED)
 
 
 def say(line: str) -> None:

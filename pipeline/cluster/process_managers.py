@@ -1,4 +1,4 @@
-"""The variables by which mpirun, mpiexec and srun number the processes that they start. No torch.
+"""The variables by which mpirun, mpiexec and srun number the processes that they start.
 
 They start the same program on every host and set no rendezvous. A port is derived from the job's id where the
 manager gives one: all ranks come to the same, and two jobs on one host hardly ever.

@@ -1,4 +1,4 @@
-"""The world of a job: which hosts, how many ranks on each, and what they compute with. No torch.
+"""The world of a job: which hosts, how many ranks on each, and what they compute with.
 
 The launch and the check find it in the hostfile or on this machine; a rank finds it in its environment.
 """

@@ -1,4 +1,4 @@
-"""The hosts of a Slurm allocation, with the GPUs that it has on each. No torch.
+"""The hosts of a Slurm allocation, with the GPUs that it has on each.
 
 Only Slurm knows how its host lists expand (``a[01-03,7],b2``) and what was allocated where, so it is asked:
 ``scontrol show hostnames`` gives the names, ``scontrol show job --details`` lines such as

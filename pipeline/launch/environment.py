@@ -1,4 +1,4 @@
-"""What one machine has to train with, what is missing, and what to do about it, in words. No torch.
+"""What one machine has to train with, what is missing, and what to do about it: as problems, and as a table.
 
 facts      the probe's, as for the hosts of a job    ─┐
 torch      a process of its own: devices, rates       ├─ problems ── "this machine can train: ..."
@@ -18,6 +18,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from rich.table import Table
+from rich.text import Text
 
 from pipeline.base.problems import Problem
 from pipeline.base.words import size
@@ -49,15 +52,19 @@ class Environment:
     rates: Mapping[str, Any]
     environ: Mapping[str, str]
 
+    def fact(self, name: str) -> Mapping[str, Any]:
+        """A fact that is a mapping; empty where it could not be found out."""
+        return {} if failed(self.facts, name) else self.facts[name]
+
     @property
     def packages(self) -> Mapping[str, str | None]:
         """Versions by name; None where a package is not installed."""
-        return defaultdict(lambda: None, {} if failed(self.facts, "packages") else self.facts["packages"])
+        return defaultdict(lambda: None, self.fact("packages"))
 
     @property
     def gpus(self) -> list[dict[str, str]]:
         """As nvidia-smi tells: those that are there, visible to torch or not."""
-        return [] if failed(self.facts, "gpus") else self.facts["gpus"]["gpus"]
+        return self.fact("gpus").get("gpus", [])
 
     @property
     def devices(self) -> list[dict[str, Any]]:
@@ -146,7 +153,7 @@ def _hidden(found: Environment) -> Problem:
 
 
 def _gpu_problems(found: Environment) -> Iterator[Problem]:
-    gpus = {} if failed(found.facts, "gpus") else found.facts["gpus"]
+    gpus = found.fact("gpus")
     packages, there = found.packages, len(found.gpus)
     if gpus.get("failed"):
         remedy = "Reboot, or reinstall the driver: nvidia-smi must work"
@@ -203,16 +210,15 @@ def _failing(key: str, device: Mapping[str, Any], built_for: list[str]) -> Probl
 
 
 def _machine_problems(found: Environment) -> Iterator[Problem]:
-    facts = found.facts
-    for path, folder in {} if failed(facts, "folders") else facts["folders"].items():
+    for path, folder in found.fact("folders").items():
         if folder["free"] < _LEAST_DISK and path != "/tmp":
             rule = "less than 5 GiB are free: an installation with CUDA takes about 10, checkpoints more"
             yield Problem(path, f"{size(folder['free'])} free", rule, "Make room", "warning")
-    if not failed(facts, "memory") and facts["memory"]["free"] < _LEAST_MEMORY:
-        value = f"{size(facts['memory']['free'])} free"
+    if found.fact("memory").get("free", _LEAST_MEMORY) < _LEAST_MEMORY:
+        value = f"{size(found.fact('memory')['free'])} free"
         yield Problem("memory", value, "two ranks take about 2 GiB", "End other programs", "warning")
-    shared = facts["shared_memory"]
-    if not failed(facts, "shared_memory") and shared["total"] <= _LEAST_SHARED_MEMORY:
+    shared = found.fact("shared_memory")
+    if shared and shared["total"] <= _LEAST_SHARED_MEMORY:
         rule = "is a container's default, too small for NCCL between GPUs and for data workers"
         remedy = "Start the container with --ipc=host or --shm-size=8g"
         yield Problem("/dev/shm", size(shared["total"]), rule, remedy, "warning")
@@ -226,3 +232,83 @@ def training_devices(found: Environment, problems: list[Problem]) -> str | None:
         names = sorted({device["name"] for device in found.devices})
         return f"on {len(found.devices)} x {' + '.join(names)}"
     return f"on the CPU ({available_cores()} cores)"
+
+
+def environment_table(found: Environment) -> Table:
+    """One line for each thing that matters to training."""
+    table = Table(box=None, show_header=False, title="This machine", title_justify="left", title_style="bold")
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in _rows(found):
+        table.add_row(Text(name, "dim"), Text(text))
+    return table
+
+
+def _rows(found: Environment) -> Iterator[tuple[str, str]]:
+    facts, packages = found.facts, found.packages
+    yield "host", f"{facts['machine']['host']}, {facts['machine']['arch']}"
+    yield "Python", f"{facts['python']['version']}, {facts['python']['path']}"
+    yield "torch", _torch(packages)
+    for name in ("deepspeed", "transformers"):
+        yield name, packages[name] or "not installed"
+    yield "driver", _driver(found)
+    yield from _devices(found)
+    if memory := found.fact("memory"):
+        yield "CPU", f"{memory['cores']} cores, {_rate(found.rates.get('cpu'))}"
+        yield "memory", f"{size(memory['free'])} of {size(memory['total'])} free"
+    if shared := found.fact("shared_memory"):
+        yield "/dev/shm", size(shared["total"])
+    for path, folder in found.fact("folders").items():
+        yield f"disk at {path}", f"{size(folder['free'])} free ({folder['type']})"
+    if limits := found.fact("limits"):
+        files, locked = limits["files"][0], limits["locked"][0]
+        shown = "unlimited" if locked is None else size(locked)
+        yield "limits", f"{'unlimited' if files is None else f'{files:,}'} open files, {shown} locked memory"
+    yield from _programs(facts["commands"])
+
+
+def _torch(packages: Mapping[str, str | None]) -> str:
+    if packages["torch"] is None:
+        return "not installed"
+    build = f"built for CUDA {packages['cuda']}" if packages["cuda"] else "CPU build"
+    nccl = f", NCCL {packages['nccl']}" if packages["nccl"] else ""
+    return f"{packages['torch']}, {build}{nccl}"
+
+
+def _driver(found: Environment) -> str:
+    if found.gpus:
+        return found.gpus[0]["driver_version"]
+    gpus = found.fact("gpus")
+    if gpus.get("failed"):
+        return "does not work"
+    return "there, but no nvidia-smi to ask" if gpus.get("driver") else "none: no NVIDIA GPU is in use here"
+
+
+def _devices(found: Environment) -> Iterator[tuple[str, str]]:
+    """Each GPU: as nvidia-smi tells, and as torch computes. The numbers agree unless variables hide some."""
+    for gpu in found.gpus:
+        yield f"GPU {gpu['index']}", f"{gpu['name']}, {gpu['memory.free']} of {gpu['memory.total']} MiB free"
+    for index, device in enumerate(found.rates.get("devices", [])):
+        name = device.get("name", "unknown")
+        yield f"torch's GPU {index}", f"{name}, {_rate(device)}"
+    if found.gpus and not found.rates.get("devices"):
+        yield "torch's GPUs", "none"
+
+
+def _rate(rate: dict[str, Any] | None) -> str:
+    """A matrix product's rate, in words."""
+    if rate is None:
+        return "torch does not tell"
+    if "error" in rate:
+        return "a matrix product fails"
+    right = "" if rate["right"] else ", and a wrong result"
+    return f"{rate['tflops']:.3g} TFLOP/s in {rate['dtype']}{right}"
+
+
+def _programs(commands: dict[str, str | None]) -> Iterator[tuple[str, str]]:
+    """Compilers are for compiled ops only; one of the launchers is for several hosts."""
+    there = [name for name in PROGRAMS if commands[name]]
+    missing = [name for name in PROGRAMS if not commands[name]]
+    yield "programs", ", ".join(there) or "none"
+    if missing:
+        yield "not there", f"{', '.join(missing)} (none is needed to train here)"

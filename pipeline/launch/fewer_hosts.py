@@ -1,4 +1,4 @@
-"""A job on fewer hosts than it was meant for, with the same steps. No torch.
+"""A job on fewer hosts than it was meant for, with the same steps.
 
 The data-parallel size shrinks; pipeline, tensor and sequence sizes stay. Each replica takes more
 micro-batches, so that a step has as many sequences as before and the loss curve stays what it was.

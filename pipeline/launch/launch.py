@@ -1,6 +1,6 @@
 """``./launch.sh`` behind the set-up: check the job, start it with the deepspeed launcher, tell how it ended.
 
-arguments ─┬─ launcher options ── world ─┬─ job, checked ── command ── supervised run ── outcome ── exit code
+arguments ─┬─ launcher options ── world ─┬─ job, checked ── command ── launcher ── outcome ── exit code
            └─ job options ───────────────┘
 """
 
@@ -16,15 +16,14 @@ from types import FrameType
 if __name__ == "__main__":
     # A script's own folder comes first on sys.path; the package is two above.
     sys.path[0] = str(Path(__file__).resolve().parents[2])
-    from pipeline.launch.early_stop import take_early_stops
+    from pipeline.base.command import leave_at_stop, take_stop_signals
 
-    take_early_stops()
+    take_stop_signals(leave_at_stop)
 
-from pipeline.base.command import say
+from pipeline.base.command import say, take_stop_signals
 from pipeline.base.problems import EXIT_STOPPED, EXIT_WRONG_JOB, JobError
 from pipeline.job.options import Options
 from pipeline.job.report import console, print_problems
-from pipeline.launch.early_stop import REQUESTS
 from pipeline.launch.preflight import read_arguments
 from pipeline.launch.restart_loop import run_job
 
@@ -50,9 +49,7 @@ def _interrupt(number: int, _frame: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
-    for number in REQUESTS:
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, _interrupt)
+    take_stop_signals(_interrupt)
     try:
         sys.exit(main())
     except KeyboardInterrupt as interrupt:  # while ranks run, it is a request to them

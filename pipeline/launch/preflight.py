@@ -1,4 +1,4 @@
-"""What is checked before a start: by `pipeline.check`, by ``./launch.sh``, and at each restart. No torch."""
+"""What is checked before a start: by `pipeline.check`, by ``./launch.sh``, and at each restart."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ from pipeline.job.resolve import Draft, examine
 from pipeline.job.world import World
 from pipeline.launch.fewer_hosts import Plan, describe_fewer, on_hosts, plan_fewer, separate_folders
 from pipeline.launch.host_check.host_check import HostCheck, ask_job_hosts, hosts_line, hosts_table
-from pipeline.launch.launcher_command import SCRIPT
-from pipeline.launch.launcher_rules import launcher_world_problems, start_problems, unused_problems
+from pipeline.launch.launcher_command import SCRIPT, launcher_world_problems, start_problems, unused_problems
 
 O = TypeVar("O", bound=Options)  # noqa: E741
 

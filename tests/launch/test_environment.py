@@ -14,8 +14,7 @@ import pytest
 from pipeline.base.problems import Problem
 from pipeline.job.report import console
 from pipeline.launch import environment
-from pipeline.launch.environment import Environment, environment_problems, training_devices
-from pipeline.launch.environment_table import environment_table
+from pipeline.launch.environment import Environment, environment_problems, environment_table, training_devices
 from tests.launch.host_check.host_facts import GIB, GPU, facts
 
 PROJECT = Path(__file__).resolve().parents[2]

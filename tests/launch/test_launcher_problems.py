@@ -11,7 +11,7 @@ from pipeline.cluster.launcher_options import LAUNCHERS, LauncherOptions
 from pipeline.job.options import Options, parse_options
 from pipeline.job.world import Host, World
 from pipeline.launch import preflight
-from pipeline.launch.launcher_rules import launcher_world_problems, start_problems, unused_problems
+from pipeline.launch.launcher_command import launcher_world_problems, start_problems, unused_problems
 
 EQUAL = World((Host("h1", 2), Host("h2", 2)), "cuda", None, True, "hosts")
 UNEQUAL = World((Host("h1", 2), Host("h2", 4)), "cuda", None, True, "hosts")
