@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline.base.files import replaced_atomically, sync_files, sync_folder
 from pipeline.base.problems import JobError, Problem
-from pipeline.checkpoints.files import WrittenFile, digest_of
+from pipeline.checkpoints.files import WrittenFile, has_digest
 from pipeline.checkpoints.folder import PARTIAL
 from pipeline.checkpoints.manifest import (
     MANIFEST,
@@ -150,7 +150,7 @@ def verify_files(checkpoint: Checkpoint, workers: int) -> None:
     def is_changed(name: str) -> bool:
         digest = checkpoint.files[name].digest
         # Manifests before format 2 have none.
-        return digest != "" and digest_of(checkpoint.path / name, digest.partition(":")[0]) != digest
+        return digest != "" and not has_digest(checkpoint.path / name, digest)
 
     with ThreadPoolExecutor(workers) as pool:
         verdicts = pool.map(is_changed, checkpoint.files)

@@ -53,6 +53,11 @@ def digest_of(path: Path, algorithm: str = DEFAULT) -> str:
     return found
 
 
+def has_digest(path: Path, digest: str) -> bool:
+    """Whether a file's content is what `digest` was taken of; raises as `digest_steps`."""
+    return digest_of(path, digest.partition(":")[0]) == digest
+
+
 _CHUNK = 1 << 24
 # A file's bytes go to the disk in portions of this size, while the next are copied into the page cache.
 _PORTION = 1 << 25
