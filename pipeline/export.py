@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from pipeline.base.command import end_interrupts, run_command
+from pipeline.base.command import end_interrupts, run_command, show_messages
 from pipeline.base.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem
 from pipeline.checkpoints.export.arguments import (
     bytes_of,
@@ -65,10 +65,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with end_interrupts():
             quiet_deepspeed(0)
+            show_messages(_say)
             export = _export(options)
             from pipeline.checkpoints.export.export_folder import write_export
 
-            files = write_export(export, _say)
+            files = write_export(export)
     except JobError as error:
         print_problems(console(stderr=True), error.problems)
         return EXIT_WRONG_JOB

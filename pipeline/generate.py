@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import tyro
 
-from pipeline.base.command import run_command
+from pipeline.base.command import run_command, show_messages
 from pipeline.base.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, JobError
 from pipeline.checkpoints.export.generation import GenerateOptions, length_problems, option_problems, sampling
 from pipeline.checkpoints.resume import checkpoint_at, is_checkpoint
@@ -54,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _generate(options: GenerateOptions) -> None:
     quiet_deepspeed(0)
+    show_messages(lambda line: print(line, file=sys.stderr))
     import torch
     from transformers import GenerationConfig, TextStreamer, set_seed
 

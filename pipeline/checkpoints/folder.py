@@ -17,9 +17,10 @@ its name when all of it is on the disk, and loses it before any of it is removed
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +30,8 @@ from pipeline.checkpoints.lineage import LINEAGE, Lineage, saved_lineage
 from pipeline.checkpoints.manifest import read_checkpoint
 from pipeline.job.job import SaveRules
 from pipeline.job.run_file import CHECKPOINT_NAME, LEFT_BEHIND, MOVED_ASIDE, REPLACED
+
+logger = logging.getLogger(__name__)
 
 LATEST = "latest"
 PARTIAL = ".partial"
@@ -44,16 +47,16 @@ def tag_of(step: int) -> str:
     return f"global_step{step}"
 
 
-def remove_leftovers(folder: Path, say: Callable[[str], object] = print) -> None:
+def remove_leftovers(folder: Path) -> None:
     """Remove what crashes in the middle of a save or of a removal have left; for one rank, before any rank
-    writes. What cannot be removed is told by `say`, and tried again before the next save."""
+    writes. What cannot be removed is a warning, and tried again before the next save."""
     removals = [partial(_clear, path) for path in sorted(folder.iterdir()) if _is_leftover(path)]
     removals += [partial(remove_unfinished, folder / name) for name in (LATEST, LINEAGE)]
     for remove in removals:
         try:
             remove()
         except OSError as error:
-            say(f"{remove.args[0]} could not be removed: {error}")
+            logger.warning(f"{remove.args[0]} could not be removed: {error}")
 
 
 def _is_leftover(path: Path) -> bool:
@@ -141,20 +144,20 @@ def remove_checkpoint(path: Path) -> None:
     remove_tree(doomed)
 
 
-def retain(folder: Path, newest: int, rules: SaveRules, say: Callable[[str], object] = print) -> None:
+def retain(folder: Path, newest: int, rules: SaveRules) -> None:
     """Remove the run's checkpoints that ``--keep_last`` and ``--keep_every`` do not keep; for one process of
     each file system, after the checkpoint of step `newest` counts.
 
     Nothing is removed unless that one is complete. Only complete checkpoints of this run are: not what it
     left behind when it went back, nor anything that is broken or has another name. What cannot be removed is
-    told by `say` and tried again after the next save.
+    a warning and tried again after the next save.
     """
     if rules.keep_last is None:
         return
     try:
         too_old = list(_too_old(folder, newest, rules.keep_last))
     except JobError as error:  # it cannot be listed
-        say(f"no old checkpoint was removed: {error}")
+        logger.warning(f"no old checkpoint was removed: {error}")
         return
     for step, path in too_old:
         if rules.keep_every is not None and step % rules.keep_every == 0:
@@ -162,7 +165,7 @@ def retain(folder: Path, newest: int, rules: SaveRules, say: Callable[[str], obj
         try:
             remove_checkpoint(path)
         except OSError as error:
-            say(f"{path} could not be removed: {error}")
+            logger.warning(f"{path} could not be removed: {error}")
 
 
 def _too_old(folder: Path, newest: int, keep_last: int) -> Iterator[tuple[int, Path]]:

@@ -12,6 +12,7 @@ that has raised. A rank that dies breaks the connections of the others, which th
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import socket
 import threading
@@ -46,6 +47,8 @@ from pipeline.engine.engine import TrainEngine
 from pipeline.job.job import Job
 from pipeline.job.run_file import CHECKPOINTS
 
+logger = logging.getLogger(__name__)
+
 
 class SaveFailed(RuntimeError):
     """A checkpoint could not be saved. Raised on every rank alike, with the first reason."""
@@ -66,7 +69,6 @@ class Saver:
     Args:
         in_background: Files are written by a thread, over a copy of this moment's values in host memory.
         extra_files: Writes into a checkpoint's folder what lies beside the shards, such as the tokenizer.
-        say: Tells that an old checkpoint could not be removed.
 
     Attributes:
         seconds: How long the slowest save took, from the call to the moment when it counted.
@@ -79,13 +81,12 @@ class Saver:
         *,
         in_background: bool = False,
         extra_files: Callable[[Path], object] = lambda folder: None,
-        say: Callable[[str], object] = print,
     ) -> None:
         self.engine, self.job, self.parallel = engine, job, engine.parallel
         self.folder = Path(job.output_dir) / CHECKPOINTS
         self.systems: FileSystems = find_file_systems(self.parallel, self.folder, engine.deepspeed.local_rank)
         self.seconds = 0.0
-        self._extra_files, self._say = extra_files, say
+        self._extra_files = extra_files
         self._memory = SnapshotMemory() if in_background else None
         self._outstanding: _Outstanding | None = None
 
@@ -141,7 +142,7 @@ class Saver:
                 failure = describe_failure(error)
         self._check(gather_objects(self.parallel, failure), partial)
         if self.is_leader:  # only now: on every host the new one counts
-            retain(self.folder, current.state.step, self.job.saves, self._say)
+            retain(self.folder, current.state.step, self.job.saves)
         self.seconds = max(self.seconds, time.monotonic() - current.begin)
 
     def _partial(self, state: TrainState) -> Path:
@@ -172,7 +173,7 @@ class Saver:
 
     def _add_extra_files(self, planned: PlannedFiles, partial: Path, index: Any) -> None:
         """What leaders add to their shards, in a folder that nothing of a failed save is left in."""
-        remove_leftovers(self.folder, self._say)
+        remove_leftovers(self.folder)
         partial.mkdir()  # without its parents: those of a mount that has vanished are not made anew
         self._extra_files(partial)
         planned.present = [
@@ -218,11 +219,11 @@ class Saver:
         entries = self._entries(files)
         write_manifest(self.job, state, partial, entries, self.systems.num_hosts, self.systems.shared)
         publish(partial, keeps=not self._is_own(state.step))
-        remove_leftovers(self.folder, self._say)
+        remove_leftovers(self.folder)
         try:
             point_latest(self.folder, tag_of(state.step))
         except OSError as error:  # the checkpoint counts all the same
-            self._say(f"{self.folder / LATEST} still names an older checkpoint: {error}")
+            logger.warning(f"{self.folder / LATEST} still names an older checkpoint: {error}")
 
     def _is_own(self, step: int) -> bool:
         """Whether what has the name of a checkpoint of this run is one, which a newer state replaces."""

@@ -8,6 +8,7 @@ rank waits in a collective for longer than that, however large the checkpoint is
 from __future__ import annotations
 
 import heapq
+import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from pipeline.checkpoints.unpickling import foreign_names, foreign_problem
 from pipeline.engine.agreement import gather_objects
 from pipeline.job.job import Job
 from pipeline.parallel.context import Parallel
+
+logger = logging.getLogger(__name__)
 
 ROUND_SECONDS = 5.0
 PICKLED = ".pt"
@@ -69,14 +72,12 @@ class Verifier:
     Attributes:
         local_rank: This rank's number on its host.
         allowed: Names that files may ask for beyond the pipeline's own.
-        say: Prints a line for the user, on rank 0.
         stopped: Whether this rank was asked to stop: then nothing will be loaded, and it gives up.
     """
 
     parallel: Parallel
     local_rank: int
     allowed: Collection[str] = ()
-    say: Callable[[str], None] = lambda line: None
     stopped: Callable[[], bool] = lambda: False
 
     def failure(self, checkpoint: Checkpoint) -> str | None:
@@ -121,7 +122,7 @@ class Verifier:
             if failures:
                 return failures[0]
             read = sum(each.bytes for each in all_of_us)
-            self.say(f"verifying {checkpoint.path}: {read / 1e9:.1f} of {total / 1e9:.1f} GB")
+            logger.info(f"verifying {checkpoint.path}: {read / 1e9:.1f} of {total / 1e9:.1f} GB")
         _refuse_foreign([pair for each in all_of_us for pair in each.foreign])
         return None
 

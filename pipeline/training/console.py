@@ -11,18 +11,22 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import IO, Protocol
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
+from pipeline.base.command import show_messages
 from pipeline.training.metrics import EvalMetrics, StepMetrics
 
 # Redrawing costs about a millisecond; a step of a tiny model takes ten.
 REDRAWS_PER_SECOND = 10
 # Steps that the remaining time is estimated from: few enough to follow a change of pace.
 PACE_STEPS = 50
+# Modules that act for a host, or for all: the rank that does the work says what comes of it.
+WORK_OF_A_HOST = ("pipeline.data.preparation", "pipeline.checkpoints.folder", "pipeline.checkpoints.saver")
 
 
 class Console(Protocol):
@@ -61,6 +65,16 @@ def make_console(
     live = stream.isatty() and not RichConsole(file=stream).is_dumb_terminal
     kind = LiveConsole if live else PlainConsole
     return kind(stream, total_steps=total_steps, log_interval=log_interval, resume_step=resume_step)
+
+
+def show_job(console: Console, rank: int) -> None:
+    """Give what the pipeline's modules log to `console`, on rank 0. The others are quiet until they fail, but
+    for modules that do the work of a host on whichever of its ranks comes first."""
+    if rank == 0:
+        show_messages(console.message)
+        return
+    for module in WORK_OF_A_HOST:
+        show_messages(partial(print, flush=True), module)
 
 
 class NullConsole:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import psutil
 
-from pipeline.base.command import show_messages
 from pipeline.base.problems import JobError, Problem
 from pipeline.checkpoints.manifest import TrainState
 from pipeline.checkpoints.output import checkpoint_bytes
@@ -25,7 +23,7 @@ from pipeline.job.job import Job
 from pipeline.job.run_settings import common_facts
 from pipeline.job.stop_file import read_stamp, stamp_of, stop_path
 from pipeline.parallel.context import Parallel
-from pipeline.training.console import Console, make_console
+from pipeline.training.console import Console, make_console, show_job
 from pipeline.training.run_data import remote_cache, run_data
 from pipeline.training.run_files import METRICS_FILE, SAMPLES_FILE, unusable_metrics, unusable_samples
 from pipeline.training.signals import StopRequest
@@ -85,7 +83,7 @@ def prepare(job: Job, environment: RankEnvironment, stop: StopRequest, link: Ran
     with stop.meeting():
         parallel = _meet(job, environment)
     link.progress("preparing data", step)  # all of a checkpoint is read, as long as that takes
-    selection = _agreed(job, environment, parallel, found, console, stopping)
+    selection = _agreed(job, environment, parallel, found, stopping)
     if selection.checkpoint != found.checkpoint:  # another one than the manifests alone had promised
         console = _console(job, rank, selection)
         data = run_data(job, _state(selection), remote)
@@ -121,10 +119,7 @@ def _console(job: Job, rank: int, selection: Selection) -> Console:
         log_interval=job.reporting.log_interval,
         resume_step=_state(selection).step,
     )
-    if rank == 0:
-        show_messages(console.message)
-    else:  # any rank may be the one that tokenizes; only rank 0 speaks otherwise
-        show_messages(partial(print, flush=True), "pipeline.data.preparation")
+    show_job(console, rank)
     return console
 
 
@@ -158,10 +153,9 @@ def _agreed(
     environment: RankEnvironment,
     parallel: Parallel,
     found: Selection,
-    console: Console,
     stopping: Stopping,
 ) -> Agreed:
     """What all ranks resume from, verified by its digests."""
     stopped = lambda: stopping.code() != 0  # noqa: E731
-    verifier = Verifier(parallel, environment.local_rank, job.allow_pickle, console.message, stopped)
+    verifier = Verifier(parallel, environment.local_rank, job.allow_pickle, stopped)
     return agree_on_checkpoint(job, found, verifier)

@@ -137,7 +137,7 @@ def _load(engine: TrainEngine, prepared: Prepared) -> Outcome | None:
     outcome = Outcome("stopped", checkpoint.state.step, message=reason_text(reason))
     before = "was read" if verified else "was verified"
     what = f"stopped at step {outcome.step} before its checkpoint {before} ({outcome.message})"
-    prepared.console.message(f"{what}; {resume_hint(prepared.job, by_name=not verified)}")
+    logger.info(f"{what}; {resume_hint(prepared.job, by_name=not verified)}")
     return outcome
 
 

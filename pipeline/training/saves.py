@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
@@ -9,6 +10,8 @@ from typing import Literal
 from pipeline.checkpoints.folder import tag_of
 from pipeline.checkpoints.manifest import TrainState
 from pipeline.checkpoints.saver import SaveFailed, Saver
+
+logger = logging.getLogger(__name__)
 
 
 class RunSaves:
@@ -18,7 +21,6 @@ class RunSaves:
         saved: The state that a checkpoint holds already; None at a start at step 0.
         on_failure: ``stop`` raises the failure of any save, ``continue`` that of one the run would end with.
         with_progress: Adds to a state how far the data has been read.
-        say: Tells the user, on rank 0.
         record_seconds: Is told how long a save took.
         record_saved: Is told the step of a checkpoint that counts.
     """
@@ -30,7 +32,6 @@ class RunSaves:
         saved: TrainState | None,
         on_failure: Literal["continue", "stop"],
         with_progress: Callable[[TrainState], TrainState],
-        say: Callable[[str], None],
         record_seconds: Callable[[float], None] = lambda seconds: None,
         record_saved: Callable[[int], None] = lambda step: None,
     ) -> None:
@@ -38,7 +39,7 @@ class RunSaves:
         self._saved = saved  # what counts
         self._begun: TrainState | None = None  # what is being written
         self._on_failure = on_failure
-        self._with_progress, self._say = with_progress, say
+        self._with_progress = with_progress
         self._record_seconds, self._record_saved = record_seconds, record_saved
 
     @property
@@ -98,7 +99,7 @@ class RunSaves:
         self._saved, self._begun = self._begun, None
         self._record_seconds(self._saver.seconds)
         self._record_saved(self._saved.step)
-        self._say(f"saved {self._saver.folder / tag_of(self._saved.step)}")
+        logger.info(f"saved {self._saver.folder / tag_of(self._saved.step)}")
 
     def _tolerate(self, action: Callable[[], None]) -> None:
         try:
@@ -108,7 +109,7 @@ class RunSaves:
             if self._on_failure == "stop":
                 raise
             at = "there is none before" if self._saved is None else f"the last is {tag_of(self._saved.step)}"
-            self._say(f"WARNING: {error}. The run goes on without this checkpoint; {at}")
+            logger.warning(f"WARNING: {error}. The run goes on without this checkpoint; {at}")
 
 
 def _same(one: TrainState, other: TrainState) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,8 @@ from pipeline.training.run_files import METRICS_FILE, SAMPLES_FILE, MetricsFile,
 from pipeline.training.saves import RunSaves
 from pipeline.training.summary import go_on_hint, resume_hint
 from pipeline.training.throughput import Speedometer, peak_tflops
+
+logger = logging.getLogger(__name__)
 
 SAMPLE_TEMPERATURE = 0.7
 
@@ -65,7 +68,7 @@ def train(engine: TrainEngine, prepared: Prepared) -> Outcome:
         prepared.link.progress("finishing", done)
         if status == "stopped":
             stopped = f"stopped after step {done} of {prepared.job.train_steps} ({loop.stop_reason})"
-            prepared.console.message(f"{stopped}; {resume_hint(prepared.job)}")
+            logger.info(f"{stopped}; {resume_hint(prepared.job)}")
             return Outcome("stopped", done, message=loop.stop_reason)
         _summarize(loop, prepared)
     return Outcome("finished", done)
@@ -102,18 +105,18 @@ def _loop(
 
 def _summarize(loop: Loop, prepared: Prepared) -> None:
     """What a run that has finished says."""
-    job, console, state = prepared.job, prepared.console, prepared.state
+    job, state = prepared.job, prepared.state
     done = loop.state.step
     if state.step >= job.train_steps and not state.evaluation_due:
-        console.message(f"the run had finished at step {done} before")
+        logger.info(f"the run had finished at step {done} before")
         _evaluate_again(loop, prepared)
     if line := best_line(loop.state.best_eval_loss):
-        console.message(line)
+        logger.info(line)
     prompt, count = job.reporting.sample_prompt, job.reporting.sample_tokens
     if count > 0:
         text = sample_text(loop.engine, job, prepared.data.tokenizer, prompt, count)
-        console.message(f"sample:\n{text}\n")
-    console.message(f"finished {counted(done, 'step')}; {go_on_hint(job, done)}")
+        logger.info(f"sample:\n{text}\n")
+    logger.info(f"finished {counted(done, 'step')}; {go_on_hint(job, done)}")
 
 
 def sample_text(engine: TrainEngine, job: Job, tokenizer: Tokenizer, prompt: str, count: int) -> str:
@@ -146,12 +149,12 @@ def _evaluate_again(loop: Loop, prepared: Prepared) -> None:
         found = evaluate(loop.engine, loop.parallel, batches)
         assert not isinstance(found, Abandoned)
         metrics = EvalMetrics(loop.state.step, found[0], name)
-        prepared.console.message(evaluation_line(metrics, prepared.job.train_steps))
+        logger.info(evaluation_line(metrics, prepared.job.train_steps))
 
 
 def _saves(engine: TrainEngine, prepared: Prepared, sinks: Sinks) -> RunSaves:
     """What saves the run's checkpoints."""
-    rules, console, data = prepared.job.saves, prepared.console, prepared.data
+    rules, data = prepared.job.saves, prepared.data
 
     def extra_files(folder: Path) -> None:
         for file in sinks.files:
@@ -164,12 +167,10 @@ def _saves(engine: TrainEngine, prepared: Prepared, sinks: Sinks) -> RunSaves:
             prepared.job,
             in_background=rules.in_background,
             extra_files=extra_files,
-            say=console.message if prepared.parallel.rank == 0 else print,
         ),
         saved=prepared.state if prepared.selection.checkpoint else None,
         on_failure="stop" if rules.stop_on_failure else "continue",
         with_progress=lambda state: replace(state, data=data.order.state(state.consumed_samples)),
-        say=console.message,
         record_seconds=prepared.stopping.record_save,
         record_saved=prepared.link.saved,
     )
@@ -184,7 +185,7 @@ def _sinks(prepared: Prepared, stack: contextlib.ExitStack) -> Sinks:
     files: list[MetricsFile | SampleLog] = [stack.enter_context(metrics)]
     if metrics.missing_steps:
         missing = f"{METRICS_FILE} lacks {metrics.missing_steps} of the steps before this start"
-        prepared.console.message(missing)
+        logger.info(missing)
     if job.reporting.log_samples:
         batch_size = job.batch.train_batch_size
         samples = SampleLog(folder / SAMPLES_FILE, prepared.data.train, batch_size, state)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,13 @@ from pipeline.checkpoints.manifest import FileEntry, TrainState, read_checkpoint
 from pipeline.checkpoints.resume import layout_changes, resume_problems, select_checkpoint
 from tests.checkpoints.saved_runs import STATE, edit_manifest, find_checkpoint, job_in, saved
 from tests.end_to_end.jobs import write_text
+
+
+@pytest.fixture(autouse=True)
+def no_other_warning(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """What a test does not expect to be logged fails it."""
+    yield
+    assert caplog.messages == []
 
 
 def refusal(path: Path) -> str:
@@ -166,7 +173,7 @@ def test_publishing_replaces_the_whole_folder(keeps: bool, tmp_path: Path):
         (folder / name).write_bytes(b"")
     (tmp_path / "global_step3.left_behind").mkdir()
     assert publish(partial, keeps) == old
-    remove_leftovers(tmp_path, pytest.fail)
+    remove_leftovers(tmp_path)
     expected = {"global_step3", "global_step3/new.pt", "global_step3.left_behind"}
     if keeps:
         expected |= {"global_step3.left_behind1", "global_step3.left_behind1/old.pt"}
@@ -194,7 +201,7 @@ def test_a_crash_while_a_newer_state_of_a_step_is_published_leaves_one(
     chosen = select_checkpoint(job_in(tmp_path)).checkpoint
     assert chosen is not None
     assert chosen.state == TrainState(step=3, evaluation_due=True)
-    remove_leftovers(path.parent, pytest.fail)  # before the next save
+    remove_leftovers(path.parent)  # before the next save
     assert sorted(each.name for each in path.parent.iterdir()) == ["global_step3", "latest"]
     assert read_checkpoint(path).state == chosen.state
 
@@ -219,12 +226,12 @@ def test_only_leftovers_of_crashes_are_removed(tmp_path: Path):
         (tmp_path / name / "sub").mkdir(parents=True)
     for name in (".seen-e8b7-0", "latest", "latest.tmp7", "lineage.json.tmp8", "latest.tmpl"):
         (tmp_path / name).write_text("global_step1\n", encoding="utf-8")
-    remove_leftovers(tmp_path, pytest.fail)
+    remove_leftovers(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {*kept, "latest", "latest.tmpl"}
 
 
 def test_a_leftover_that_cannot_be_removed_is_told_and_keeps_none_of_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     for name in ("global_step1.deleted", "global_step2.partial"):
         (tmp_path / name).mkdir()
@@ -236,10 +243,12 @@ def test_a_leftover_that_cannot_be_removed_is_told_and_keeps_none_of_the_others(
         remove(path)
 
     monkeypatch.setattr(shutil, "rmtree", busy)
-    said: list[str] = []
-    remove_leftovers(tmp_path, said.append)
+    remove_leftovers(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["global_step1.deleted"]
-    assert "global_step1.deleted could not be removed: [Errno 16] Device or resource busy" in said[0]
+    assert (
+        "global_step1.deleted could not be removed: [Errno 16] Device or resource busy" in caplog.messages[0]
+    )
+    caplog.clear()
 
 
 def test_the_manifest_lists_every_file_but_itself(tmp_path: Path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -18,14 +18,11 @@ from pipeline.model.config import ModelConfig
 from pipeline.parallel.context import Parallel
 
 
-def verified_state(
-    checkpoint: Checkpoint, allowed: Collection[str], say: Callable[[str], None]
-) -> StoredState:
+def verified_state(checkpoint: Checkpoint, allowed: Collection[str]) -> StoredState:
     """What a checkpoint holds, once the digest of each of its files has been seen to match.
 
     Args:
         allowed: Names that its files may ask for, from ``--allow_pickle``.
-        say: Prints how far that is, every few seconds.
 
     Raises:
         JobError: a file is missing, damaged or foreign, or nothing says what lies where.
@@ -43,7 +40,7 @@ def verified_state(
         remedy = f"Copy {missing[0]} and the others from the hosts that wrote them into this folder"
         raise JobError([Problem("checkpoint", path, rule, remedy)])
     # All files are here, so that this one process may verify those of every host.
-    verifier = Verifier(Parallel.single(), 0, allowed, say)
+    verifier = Verifier(Parallel.single(), 0, allowed)
     if failure := verifier.failure(replace(checkpoint, shared=True)):
         raise JobError([Problem("checkpoint", path, failure, "Name another checkpoint")])
     return StoredState(checkpoint.path, allowed)

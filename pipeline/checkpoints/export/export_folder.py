@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,8 @@ from pipeline.job.initial_weights import wanted_tensors
 from pipeline.job.models import CONFIG_FILE
 from pipeline.model.config import ModelConfig
 from pipeline.model.parameter_counts import total_parameters
+
+logger = logging.getLogger(__name__)
 
 GENERATION_CONFIG = "generation_config.json"
 # Beside weights and tokenizer, room for the small files and the file system's own.
@@ -106,7 +109,7 @@ def _room_problems(export: Export) -> list[Problem]:
     ]
 
 
-def write_export(export: Export, report: Callable[[str], None]) -> list[Path]:
+def write_export(export: Export) -> list[Path]:
     """Write the folder; it takes its name when all of it is on the disk.
 
     Returns:
@@ -124,14 +127,14 @@ def write_export(export: Export, report: Callable[[str], None]) -> list[Path]:
         # Once more: a folder may have come back that a crash had left without its name.
         if problems := export_problems(export):
             raise JobError(problems)
-        state = verified_state(export.checkpoint, export.allowed, report)
+        state = verified_state(export.checkpoint, export.allowed)
         staging.content.mkdir()
-        files = _fill(export, state, staging.content, report)
-        staging.publish(report)
+        files = _fill(export, state, staging.content)
+        staging.publish()
     return [export.folder / file.name for file in files]
 
 
-def _fill(export: Export, state: StoredState, folder: Path, report: Callable[[str], None]) -> list[Path]:
+def _fill(export: Export, state: StoredState, folder: Path) -> list[Path]:
     end = export.tokenizer.end_of_document
     name = str(export.dtype).removeprefix("torch.")
     descriptions = {
@@ -141,7 +144,7 @@ def _fill(export: Export, state: StoredState, folder: Path, report: Callable[[st
     for file, content in descriptions.items():
         (folder / file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     export.tokenizer.save(folder)
-    report(f"writing {export.num_bytes / 1e6:,.1f} MB of {name} from {export.checkpoint.path}")
+    logger.info(f"writing {export.num_bytes / 1e6:,.1f} MB of {name} from {export.checkpoint.path}")
     values = tensors(export.model, state)
     files = write_weights(folder, wanted_tensors(export.model), values, export.dtype, export.largest_file)
     sync_files(folder)
@@ -203,7 +206,7 @@ class StagingFolder:
             self.replaced.rename(self.folder)
             sync_folder(self.folder.parent)
 
-    def publish(self, report: Callable[[str], None]) -> None:
+    def publish(self) -> None:
         """Give what was written its name, instead of an earlier folder."""
         try:
             if _has_content(self.folder):
@@ -216,7 +219,7 @@ class StagingFolder:
         try:
             remove_tree(self.replaced)
         except OSError as error:  # the export is done nevertheless
-            report(f"{self.replaced}, which was replaced, cannot be removed: {error}")
+            logger.warning(f"{self.replaced}, which was replaced, cannot be removed: {error}")
 
 
 def _has_content(folder: Path) -> bool:

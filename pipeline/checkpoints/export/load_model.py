@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Collection
 from pathlib import Path
@@ -88,7 +87,7 @@ def from_checkpoint(
     ours = tokenizer_of_checkpoint(checkpoint, tokenizer_name)
     if problems := vocabulary_problems(ours, config.vocab_size):
         raise JobError(problems)
-    state = verified_state(checkpoint, allowed, lambda line: print(line, file=sys.stderr))
+    state = verified_state(checkpoint, allowed)
     described = config_json(config, str(dtype).removeprefix("torch."), ours.end_of_document)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**described), dtype=dtype)
     model.generation_config = GenerationConfig(**generation_config_json(ours.end_of_document))

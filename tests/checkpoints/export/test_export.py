@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -242,11 +241,11 @@ def test_all_of_a_folder_is_on_the_disk_before_it_has_its_name(
         sync(descriptor)
         synced.add(os.fstat(descriptor).st_ino)
 
-    def checked(place: StagingFolder, report: Callable[[str], None]) -> None:
+    def checked(place: StagingFolder) -> None:
         files = [place.content, *place.content.iterdir()]
         assert len(files) > 7
         assert [path.name for path in files if path.stat().st_ino not in synced] == []
-        publish(place, report)
+        publish(place)
 
     monkeypatch.setattr(os, "fsync", noted)
     monkeypatch.setattr(StagingFolder, "publish", checked)
@@ -286,10 +285,10 @@ def test_files_of_other_hosts_must_be_here(base: Path, tmp_path: Path):
     apart = replace(
         checkpoint, shared=False, files={n: replace(e, host=1) for n, e in checkpoint.files.items()}
     )
-    assert verified_state(apart, (), print).cuts  # copied together, all of it can be read
+    assert verified_state(apart, ()).cuts  # copied together, all of it can be read
     missing = replace(apart, files={**apart.files, "more.pt": next(iter(apart.files.values()))})
     with pytest.raises(JobError, match=r"1 of its files are not here.*Copy more\.pt"):
-        verified_state(missing, (), print)
+        verified_state(missing, ())
 
 
 def test_all_problems_of_a_command_line(tmp_path: Path, capsys: pytest.CaptureFixture):

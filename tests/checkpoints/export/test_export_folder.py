@@ -35,7 +35,7 @@ def replaced_in_a_child(place: StagingFolder, kill_at: int) -> bool:
             kill_at_call(kill_at)
             with place.held():
                 fill(place.content, "new")
-                place.publish(lambda _: None)
+                place.publish()
             os._exit(0)
         finally:
             os._exit(1)
@@ -72,7 +72,7 @@ def test_one_process_at_a_time(tmp_path: Path):
         with pytest.raises(JobError, match="another process is exporting into it"), place.held():
             pass
         assert content(place.content) == {"first"}
-        place.publish(print)
+        place.publish()
     assert content(tmp_path / "out") == {"first"}
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -83,15 +83,17 @@ def test_a_timeout_of_the_disk_is_no_other_process(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == []
 
 
-def test_an_old_folder_that_cannot_be_removed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_old_folder_that_cannot_be_removed_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied")
 
-    place, said = StagingFolder(tmp_path / "out"), []
+    place = StagingFolder(tmp_path / "out")
     fill(tmp_path / "out", "old")
     with place.held():
         fill(place.content, "new")
         monkeypatch.setattr("pipeline.checkpoints.export.export_folder.remove_tree", refuse)
-        place.publish(said.append)
+        place.publish()
     assert content(tmp_path / "out") == {"new"}
-    assert ".out.export-replaced, which was replaced, cannot be removed: " in said[0]
+    assert ".out.export-replaced, which was replaced, cannot be removed: " in caplog.messages[0]
