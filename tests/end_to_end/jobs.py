@@ -104,12 +104,18 @@ class Workshop:
 
 
 def run_faulty_job(
-    args: Sequence[str], world_size: int, fault: Fault, *fault_args: Any, timeout: float = 60
+    args: Sequence[str],
+    world_size: int,
+    fault: Fault,
+    *fault_args: Any,
+    timeout: float = 60,
+    grace: float = GRACE,
 ) -> JobResult:
     """`run_job` with something wrong: each rank calls ``fault(arguments, rank, *fault_args)`` first.
 
     Args:
         fault: Top-level function; may patch modules and change the list of arguments.
+        grace: Seconds that the other ranks get to end by themselves when one has failed.
     """
     __tracebackhide__ = True
     name = f"pretrain.py with {fault.__name__}{fault_args}"
@@ -120,7 +126,7 @@ def run_faulty_job(
         (list(args), fault, fault_args),
         timeout=timeout,
         group_timeout=timeout,
-        grace=GRACE,
+        grace=grace,
         hold=False,
         env=None,
     )

@@ -18,6 +18,7 @@ from tests.end_to_end.jobs import (
     write_text,
 )
 from tests.harness import run_job
+from tests.harness.job import GRACE
 
 TWO_STAGES = {"pipeline": {"stages": 2}}
 # A rank may wait here for one to come that does not, with no connection to lose: the launcher ends it.
@@ -109,7 +110,8 @@ def test_ranks_that_find_another_checkpoint_are_named(shop: Workshop):
 def test_a_rank_that_raises_takes_the_others_along(target: str, victim: int, shop: Workshop):
     arguments = shop.arguments("run", shop.config(), "--sample_tokens", "3")
     begin = time.monotonic()
-    result = run_faulty_job(arguments, 2, raise_on_call, target, victim)
+    grace = 2.0 if target in MEETING else GRACE
+    result = run_faulty_job(arguments, 2, raise_on_call, target, victim, grace=grace)
     assert result.exit_codes[victim] == 1
     if target not in MEETING:
         assert result.exit_codes[1 - victim] == 1
