@@ -33,7 +33,7 @@ from benchmarks.report import Report, paired_ratio, spread
 from pipeline.data.blend import Blend, BlendSource
 from pipeline.data.loader import micro_batch
 from pipeline.data.order import Complement, EpochIndexes, Order, split_documents
-from pipeline.data.packing import PackedDataset
+from pipeline.data.packing import PackedDataset, Packing
 
 # Tokens per second and rank that reading must reach.
 SPEED_TO_REACH = 50e6
@@ -103,7 +103,7 @@ def _blend(tokens: np.ndarray, offsets: np.ndarray, sources: int, **options: boo
             BlendSource(
                 str(number),
                 Fraction(weight),
-                PackedDataset(tokens, offsets, part, SEQUENCE, number, vocab_size=50_000, **options),
+                PackedDataset(tokens, offsets, part, Packing(SEQUENCE, number, vocab_size=50_000, **options)),
                 str(number),
             )
             for number, (part, weight) in enumerate(zip(parts, (5, 3, 2), strict=False))

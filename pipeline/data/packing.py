@@ -62,6 +62,27 @@ class _Epoch:
     samples: Order
 
 
+@dataclass(frozen=True)
+class Packing:
+    """How documents become samples.
+
+    Attributes:
+        sequence_length: S, inputs (and labels) per sample.
+        seed: Chooses the orders, together with the epoch.
+        keep_tail: Pad the last sample of an epoch instead of dropping it.
+        find_documents: Say which document each token belongs to.
+        mask_document_end: Do not count what follows a document's last token.
+        vocab_size: Ids from here on are refused when they are read; None takes any.
+    """
+
+    sequence_length: int
+    seed: int
+    keep_tail: bool = False
+    find_documents: bool = False
+    mask_document_end: bool = False
+    vocab_size: int | None = None
+
+
 class PackedDataset:
     """Samples of `sequence_length` + 1 tokens; position p of the endless shuffled order is a pure function.
 
@@ -69,12 +90,6 @@ class PackedDataset:
         tokens: All tokens of the token file, [tokens], usually memory-mapped.
         offsets: Document j is ``tokens[offsets[j]:offsets[j + 1]]``, [documents + 1] int64.
         documents: The documents of this set (its side of the split).
-        sequence_length: S, inputs (and labels) per sample.
-        seed: Chooses the orders, together with the epoch.
-        keep_tail: Pad the last sample of an epoch instead of dropping it.
-        find_documents: Say which document each token belongs to.
-        mask_document_end: Do not count what follows a document's last token.
-        vocab_size: Ids from here on are refused when they are read; None takes any.
         index_stem: Where long indexes are shared by the ranks of a host; see `EpochIndexes`.
 
     Raises:
@@ -86,32 +101,24 @@ class PackedDataset:
         tokens: np.ndarray,
         offsets: np.ndarray,
         documents: DocumentSet | Sequence[int],
-        sequence_length: int,
-        seed: int,
-        keep_tail: bool = False,
-        *,
-        find_documents: bool = False,
-        mask_document_end: bool = False,
-        vocab_size: int | None = None,
+        packing: Packing,
         index_stem: Path | None = None,
     ) -> None:
-        self.sequence_length = sequence_length
-        self.seed = seed
+        self.packing = packing
+        self.sequence_length = sequence_length = packing.sequence_length
         # Slices of a memmap cost more than those of a plain array over the same pages.
         self._tokens = np.asarray(tokens) if isinstance(tokens, np.ndarray) else tokens
         self._offsets = np.asarray(offsets)
         self._documents = documents if isinstance(documents, Complement) else np.asarray(documents, np.int64)
-        self._find_documents = find_documents
-        self._mask_document_end = mask_document_end
-        self._vocab_size = vocab_size
         self.num_tokens = _num_tokens(self._offsets, self._documents)
         labels = max(self.num_tokens - 1, 0)
-        self.samples_per_epoch = -(-labels // sequence_length) if keep_tail else labels // sequence_length
+        self.samples_per_epoch, rest = divmod(labels, sequence_length)
+        self.samples_per_epoch += packing.keep_tail and rest > 0
         if not self.samples_per_epoch:
             raise ValueError(
                 f"{self.num_tokens} tokens do not fill one sample of {sequence_length} + 1 tokens"
             )
-        self._indexes = EpochIndexes(self._offsets, self._documents, seed, index_stem)
+        self._indexes = EpochIndexes(self._offsets, self._documents, packing.seed, index_stem)
         # Two epochs, as a batch may cross an edge. The cache belongs to this object, and is thread-safe.
         self._epoch = lru_cache(maxsize=2)(self._make_epoch)
 
@@ -134,7 +141,7 @@ class PackedDataset:
         shape = (len(epochs), self.sequence_length + 1)
         tokens = np.zeros(shape, dtype=np.int64)
         documents = None
-        if self._find_documents or self._mask_document_end:
+        if self.packing.find_documents or self.packing.mask_document_end:
             documents = np.zeros(shape, dtype=np.int64)
         num_labels = np.empty(len(epochs), dtype=np.int64)
         numbers = np.empty(len(epochs), dtype=np.int64)
@@ -144,9 +151,11 @@ class PackedDataset:
             numbers[rows] = orders.samples(places[rows])
             num_labels[rows] = self._fill(tokens, documents, rows, orders, numbers[rows]) - 1
         self._check(tokens)
-        counted = documents[:, 1:] == documents[:, :-1] if self._mask_document_end else None
+        counted = documents[:, 1:] == documents[:, :-1] if self.packing.mask_document_end else None
         indices = epochs * self.samples_per_epoch + numbers
-        return Samples(tokens, num_labels, indices, documents if self._find_documents else None, counted)
+        return Samples(
+            tokens, num_labels, indices, documents if self.packing.find_documents else None, counted
+        )
 
     def indices(self, positions: Sequence[int] | np.ndarray) -> np.ndarray:
         """`Samples.indices` at `positions`, [positions] int64, without reading their tokens."""
@@ -161,7 +170,7 @@ class PackedDataset:
         return _Epoch(
             self._indexes.order(epoch),
             self._indexes.begins(epoch),
-            Order(self.samples_per_epoch, self.seed, "samples", epoch),
+            Order(self.samples_per_epoch, self.packing.seed, "samples", epoch),
         )
 
     def _fill(
@@ -195,13 +204,14 @@ class PackedDataset:
         return ends - begins
 
     def _check(self, tokens: np.ndarray) -> None:
-        if self._vocab_size is None or not tokens.size:
+        if self.packing.vocab_size is None or not tokens.size:
             return
         worst = _worst(tokens)
-        if not 0 <= worst < self._vocab_size:
+        if not 0 <= worst < self.packing.vocab_size:
             raise TokenError(
                 f"the data holds the token id {worst}, and the model's vocabulary has the ids 0 .. "
-                f"{self._vocab_size - 1}: the tokens were made with another tokenizer, or the file is damaged"
+                f"{self.packing.vocab_size - 1}: the tokens were made with another tokenizer, or "
+                "the file is damaged"
             )
 
 

@@ -14,7 +14,7 @@ from pipeline.data.blend import Blend, BlendSource
 from pipeline.data.blend_state import BlendState, ResumedBlend, resume_blend
 from pipeline.data.corpus import Corpus, SourceSpec, find_corpus
 from pipeline.data.order import Complement, split_documents
-from pipeline.data.packing import PackedDataset
+from pipeline.data.packing import PackedDataset, Packing
 from pipeline.data.preparation import DEFAULT_WAIT, Rules, cached_tokens
 from pipeline.data.token_file import JoinedTokens, TokenFile, WatchedFile
 from pipeline.data.tokenizer import ByteTokenizer, Tokenizer, vocabulary_problems
@@ -222,12 +222,14 @@ class _Packer:
                 file.tokens,
                 file.offsets,
                 documents,
-                settings.sequence_length,
-                settings.seed,
-                keep_tail,
-                find_documents=settings.document_mask,
-                mask_document_end=settings.mask_document_end,
-                vocab_size=settings.vocab_size,
+                Packing(
+                    settings.sequence_length,
+                    settings.seed,
+                    keep_tail,
+                    find_documents=settings.document_mask,
+                    mask_document_end=settings.mask_document_end,
+                    vocab_size=settings.vocab_size,
+                ),
                 index_stem=settings.cache_folder / f"order-{file.fingerprint}-{settings.seed}-{side}",
             )
         except ValueError as error:

@@ -141,7 +141,7 @@ class TrainEngine(ABC):
         documents = [batch.documents for batch in batches]
         if self.job.data.document_mask and any(each is None for each in documents):
             raise ValueError("document_mask is on, but there are micro-batches that come without documents")
-        self.board.post(documents, self.deepspeed.device)
+        self.board.set_documents(documents, self.deepspeed.device)
 
     def _inputs(self, batch: MicroBatch) -> Tensor:
         return sequence_slice(batch.tokens, self.parallel).contiguous()
@@ -195,7 +195,7 @@ class SequentialEngine(TrainEngine):
         return total / (self.parallel.mesh.replicas * micro_batches)
 
     def _logits(self, tokens: Tensor, documents: Tensor | None) -> Tensor:
-        self.board.post([documents], self.deepspeed.device)
+        self.board.set_documents([documents], self.deepspeed.device)
         return self.deepspeed(sequence_slice(tokens, self.parallel).contiguous().to(self.deepspeed.device))
 
 
@@ -230,7 +230,7 @@ class PipelinedEngine(TrainEngine):
     def _logits(self, tokens: Tensor, documents: Tensor | None) -> Tensor | None:
         inputs = sequence_slice(tokens, self.parallel).contiguous()
         labels = (inputs, torch.zeros_like(inputs, dtype=torch.float32))
-        self.board.post([documents] * self.least_micro_batches, self.deepspeed.device)
+        self.board.set_documents([documents] * self.least_micro_batches, self.deepspeed.device)
         # Only the last micro-batch's logits are kept.
         _, logits = self._forward_only([(inputs, labels)] * self.least_micro_batches, return_logits=True)
         return logits

@@ -1,7 +1,7 @@
 """Document masks: attention stays inside a document, and positions begin anew with each.
 
 Where documents lie in a row cannot travel with the hidden states: one floating tensor is all that crosses a
-stage's edge. But every rank reads its data rank's whole rows. So the engine posts the documents of a pass's
+stage's edge. But every rank reads its data rank's whole rows. So the engine sets the documents of a pass's
 micro-batches on a board that its layers share, and each layer looks up the micro-batch whose forward begins.
 """
 
@@ -100,7 +100,7 @@ class DocumentBoard:
     step: int = 0
     layouts: tuple[DocumentLayout, ...] = ()
 
-    def post(self, documents: Sequence[Tensor | None], device: torch.device | str) -> None:
+    def set_documents(self, documents: Sequence[Tensor | None], device: torch.device | str) -> None:
         """Begin a pass over micro-batches with these documents, [b, t] each, or over whole rows: all None.
 
         Raises:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipeline.data.loader import BatchLoader, MicroBatch, StepBatch, digest, read_step
-from pipeline.data.packing import PackedDataset, Samples
+from pipeline.data.packing import PackedDataset, Packing, Samples
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ LAYOUTS = [
 
 def make_dataset(seed: int = 5) -> PackedDataset:
     offsets = np.concatenate(([0], np.cumsum(np.random.default_rng(seed).integers(1, 40, size=30))))
-    return PackedDataset(np.arange(offsets[-1], dtype=np.uint16), offsets, np.arange(30), 8, seed)
+    return PackedDataset(np.arange(offsets[-1], dtype=np.uint16), offsets, np.arange(30), Packing(8, seed))
 
 
 def global_batch(data: int, micro: int, accumulation: int, first: int) -> tuple[np.ndarray, list[int]]:
@@ -111,7 +111,7 @@ class Failing(PackedDataset):
     """Reads `good` times, then fails."""
 
     def __init__(self, good: int) -> None:
-        super().__init__(np.arange(100), np.array([0, 100]), [0], 8, 0)
+        super().__init__(np.arange(100), np.array([0, 100]), [0], Packing(8, 0))
         self.left = good
 
     def read(self, positions: np.ndarray) -> Samples:
@@ -136,7 +136,7 @@ class Counting(PackedDataset):
     """Counts its reads and can be slow."""
 
     def __init__(self, seconds: float = 0.0) -> None:
-        super().__init__(np.arange(100), np.array([0, 100]), [0], 8, 0)
+        super().__init__(np.arange(100), np.array([0, 100]), [0], Packing(8, 0))
         self.reads, self.seconds = 0, seconds
 
     def read(self, positions: np.ndarray) -> Samples:

@@ -19,7 +19,7 @@ from pipeline.data.blend_state import BlendState, resume_blend
 from pipeline.data.corpus import SourceSpec
 from pipeline.data.loader import BatchLoader, MicroBatch, digest, eval_batches, micro_batch, read_step
 from pipeline.data.order import Complement
-from pipeline.data.packing import PackedDataset, TokenError
+from pipeline.data.packing import PackedDataset, Packing, TokenError
 from pipeline.data.token_file import WatchedFile, open_token_file
 from pipeline.data.training_data import DataSettings, TrainingData, load_data
 from pipeline.job.data_sources import one_source
@@ -204,9 +204,9 @@ def test_documents_and_masks_reach_the_batch_by_position() -> None:
     """End-of-document ids inside a document (9) neither end it nor leave the loss."""
     tokens = np.array([1, 9, 9, 2, 9, 3, 3, 9, 4, 4, 4, 9, 9])
     offsets = np.array([0, 5, 8, 13])
-    plain = PackedDataset(tokens, offsets, [0, 1, 2], 4, 0, keep_tail=True)
+    plain = PackedDataset(tokens, offsets, [0, 1, 2], Packing(4, 0, keep_tail=True))
     marked = PackedDataset(
-        tokens, offsets, [0, 1, 2], 4, 0, keep_tail=True, find_documents=True, mask_document_end=True
+        tokens, offsets, [0, 1, 2], Packing(4, 0, keep_tail=True, find_documents=True, mask_document_end=True)
     )
     expected, found = (micro_batch(each.read(np.arange(3))) for each in (plain, marked))
     assert expected.documents is None
@@ -220,7 +220,9 @@ def test_documents_and_masks_reach_the_batch_by_position() -> None:
 def test_the_digest_sees_documents_and_sources() -> None:
     def step(**options: bool) -> int:
         offsets = np.arange(0, 101, 10)
-        dataset = PackedDataset(np.zeros(100, dtype=np.int64), offsets, np.arange(10), 8, 0, **options)
+        dataset = PackedDataset(
+            np.zeros(100, dtype=np.int64), offsets, np.arange(10), Packing(8, 0, **options)
+        )
         sources = [BlendSource("a", Fraction(1), dataset, "a"), BlendSource("b", Fraction(1), dataset, "b")]
         return digest(read_step(Blend(sources), Sizes(4, 2, 2), 0, 1, 0))
 
@@ -229,7 +231,7 @@ def test_the_digest_sees_documents_and_sources() -> None:
 
 def test_evaluation_rows_of_padding_have_documents_too() -> None:
     dataset = PackedDataset(
-        np.arange(20), np.array([0, 6, 20]), [0, 1], 8, 0, keep_tail=True, find_documents=True
+        np.arange(20), np.array([0, 6, 20]), [0, 1], Packing(8, 0, keep_tail=True, find_documents=True)
     )
     for batch in eval_batches(dataset, 10, 2, 0, 2) + eval_batches(dataset, 10, 2, 1, 2):
         assert batch.documents.shape == batch.tokens.shape
@@ -237,10 +239,10 @@ def test_evaluation_rows_of_padding_have_documents_too() -> None:
 
 def test_a_token_id_beyond_the_vocabulary_stops_when_it_is_read() -> None:
     tokens = np.array([1, 2, 3, 4, 700, 5, 6, 7, 8])
-    dataset = PackedDataset(tokens, np.array([0, 9]), [0], 4, 0, vocab_size=257)
+    dataset = PackedDataset(tokens, np.array([0, 9]), [0], Packing(4, 0, vocab_size=257))
     with pytest.raises(TokenError, match=r"token id 700.*ids 0 \.\. 256"):
         dataset.read([0, 1])
-    negative = PackedDataset(-tokens, np.array([0, 9]), [0], 4, 0, vocab_size=257)
+    negative = PackedDataset(-tokens, np.array([0, 9]), [0], Packing(4, 0, vocab_size=257))
     with pytest.raises(TokenError, match="token id -700"):
         negative.read([0, 1])
 
@@ -254,7 +256,7 @@ def test_a_token_file_that_changes_under_the_run_stops_it(change: str, tmp_path:
     np.arange(100, dtype=np.uint16).tofile(path)
     os.utime(path, ns=(1, 1))
     tokens = np.memmap(path, np.uint16, "r")
-    dataset = PackedDataset(tokens, np.array([0, 100]), [0], 8, 0)
+    dataset = PackedDataset(tokens, np.array([0, 100]), [0], Packing(8, 0))
     source = BlendSource("s", Fraction(1), dataset, "s", (WatchedFile.of(path),))
     with BatchLoader(Blend([source]), Sizes(1, 1, 1), 0, 1, prefetch=1) as loader:
         next(loader)
@@ -288,7 +290,7 @@ def test_a_trillion_tokens_open_in_a_second_and_serve_their_end(tmp_path: Path) 
     begin = time.perf_counter()
     file = open_token_file(str(tmp_path / "tokens"))
     everything = Complement(file.num_documents, np.arange(0))
-    dataset = PackedDataset(file.tokens, file.offsets, everything, 2048, seed=3, find_documents=True)
+    dataset = PackedDataset(file.tokens, file.offsets, everything, Packing(2048, seed=3, find_documents=True))
     count = dataset.samples_per_epoch
     samples = dataset.read([0, count - 1, 7 * count, 10**10])
     seconds = time.perf_counter() - begin
@@ -310,7 +312,7 @@ def test_a_trillion_tokens_open_in_a_second_and_serve_their_end(tmp_path: Path) 
 
 def test_resume_far_out_needs_no_walk_from_the_start() -> None:
     """Weights without a short period, 10^12 samples in: the checkpoint's counts are the start."""
-    dataset = PackedDataset(np.arange(100), np.array([0, 100]), [0], 8, 0)
+    dataset = PackedDataset(np.arange(100), np.array([0, 100]), [0], Packing(8, 0))
     weights = (Fraction(1_000_003, 3_000_017), Fraction(2_000_014, 3_000_017))
     sources = [BlendSource(f"{n}", weight, dataset, f"{n}") for n, weight in enumerate(weights)]
     position = 10**12

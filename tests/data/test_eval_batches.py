@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from pipeline.data.loader import PADDING_SAMPLE, MicroBatch, eval_batches
-from pipeline.data.packing import PackedDataset
+from pipeline.data.packing import PackedDataset, Packing
 
 
 def held_out(num_tokens: int = 59) -> PackedDataset:
     """8 samples of 8 labels for 59 tokens: 58 labels, so the last sample has 2."""
-    return PackedDataset(np.arange(num_tokens), np.array([0, num_tokens]), [0], 8, 1, keep_tail=True)
+    return PackedDataset(np.arange(num_tokens), np.array([0, num_tokens]), [0], Packing(8, 1, keep_tail=True))
 
 
 def unmasked_labels(batches: list[MicroBatch]) -> list[int]:

@@ -15,7 +15,7 @@ from pipeline.data import order as sample_order
 from pipeline.data.blend import Blend, BlendSchedule, BlendSource
 from pipeline.data.blend_state import BlendState, resume_blend
 from pipeline.data.order import Complement, Order, split_documents
-from pipeline.data.packing import PackedDataset
+from pipeline.data.packing import PackedDataset, Packing
 
 quick = settings(max_examples=30, deadline=None)
 weights = st.lists(st.integers(1, 1000).map(Fraction), min_size=1, max_size=7)
@@ -25,7 +25,9 @@ lengths = st.lists(st.integers(0, 30), min_size=1, max_size=25)
 def packed(sizes: list[int], sequence: int, seed: int = 0, **options: bool) -> PackedDataset:
     """Documents of these sizes; token t of the file is t, so that each occurs once."""
     offsets = np.concatenate(([0], np.cumsum(sizes)))
-    return PackedDataset(np.arange(offsets[-1]), offsets, np.arange(len(sizes)), sequence, seed, **options)
+    return PackedDataset(
+        np.arange(offsets[-1]), offsets, np.arange(len(sizes)), Packing(sequence, seed, **options)
+    )
 
 
 @quick
@@ -213,7 +215,7 @@ def test_a_shared_index_gives_the_same_samples_and_old_ones_are_removed(
     monkeypatch.setattr(sample_order, "_INDEX_CHUNK", 7)
     offsets = np.concatenate(([0], np.cumsum(np.random.default_rng(1).integers(1, 9, 40))))
     train, _ = split_documents(40, 0.2, 3)
-    arguments = (np.arange(offsets[-1]), offsets, train, 5, 3)
+    arguments = (np.arange(offsets[-1]), offsets, train, Packing(5, 3))
     alone = PackedDataset(*arguments)
     monkeypatch.setattr(sample_order, "_INDEX_CHUNK", 1 << 18)
     shared = [PackedDataset(*arguments, index_stem=tmp_path / "order") for _ in range(2)]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pipeline.data.packing import PackedDataset
+from pipeline.data.packing import PackedDataset, Packing
 
 CASES = [pytest.param(seed, id=f"seed{seed}") for seed in range(25)]
 
@@ -21,7 +21,7 @@ def random_dataset(seed: int, keep_tail: bool = False) -> tuple[PackedDataset, l
     if lengths[documents].sum() <= sequence_length:
         documents = np.arange(len(lengths))
     contents = [tokens[offsets[j] : offsets[j + 1]].tolist() for j in documents]
-    return PackedDataset(tokens, offsets, documents, sequence_length, seed, keep_tail), contents
+    return PackedDataset(tokens, offsets, documents, Packing(sequence_length, seed, keep_tail)), contents
 
 
 def epoch_stream(dataset: PackedDataset, epoch: int) -> list[int]:
@@ -85,7 +85,7 @@ def test_position_alone_decides(seed: int) -> None:
 
 def test_epochs_differ_in_documents_and_in_samples() -> None:
     offsets = np.arange(0, 1001, 10)
-    dataset = PackedDataset(np.arange(1000), offsets, np.arange(100), 10, seed=3)
+    dataset = PackedDataset(np.arange(1000), offsets, np.arange(100), Packing(10, seed=3))
     streams = [epoch_stream(dataset, epoch) for epoch in range(3)]
     assert streams[0] != streams[1] != streams[2] != streams[0]
     count = dataset.samples_per_epoch
@@ -96,7 +96,9 @@ def test_epochs_differ_in_documents_and_in_samples() -> None:
 
 def test_seeds_differ() -> None:
     offsets = np.arange(0, 1001, 10)
-    first, second = (PackedDataset(np.arange(1000), offsets, np.arange(100), 10, seed=s) for s in (1, 2))
+    first, second = (
+        PackedDataset(np.arange(1000), offsets, np.arange(100), Packing(10, seed=s)) for s in (1, 2)
+    )
     assert not np.array_equal(first.read(range(20)).tokens, second.read(range(20)).tokens)
 
 
@@ -104,11 +106,11 @@ def test_seeds_differ() -> None:
     ("num_tokens", "keep_tail", "samples"), [(9, False, 1), (10, False, 1), (2, True, 1)]
 )
 def test_smallest_sizes(num_tokens: int, keep_tail: bool, samples: int) -> None:
-    dataset = PackedDataset(np.arange(num_tokens), np.array([0, num_tokens]), [0], 8, 0, keep_tail)
+    dataset = PackedDataset(np.arange(num_tokens), np.array([0, num_tokens]), [0], Packing(8, 0, keep_tail))
     assert dataset.samples_per_epoch == samples
 
 
 @pytest.mark.parametrize(("num_tokens", "keep_tail"), [(8, False), (0, False), (1, True)])
 def test_less_than_one_sample_is_refused(num_tokens: int, keep_tail: bool) -> None:
     with pytest.raises(ValueError, match=f"{num_tokens} tokens do not fill one sample of 8"):
-        PackedDataset(np.arange(num_tokens), np.array([0, num_tokens]), [0], 8, 0, keep_tail)
+        PackedDataset(np.arange(num_tokens), np.array([0, num_tokens]), [0], Packing(8, 0, keep_tail))

@@ -34,7 +34,7 @@ class Model:
     def __call__(self, tokens: Tensor, documents: Tensor | None) -> Tensor:
         """Logits; each call is a step of one micro-batch."""
         self.clock.step += 1
-        self.board.post([documents], "cpu")
+        self.board.set_documents([documents], "cpu")
         return self.gpt(tokens)
 
     def gradients(self) -> dict[str, Tensor]:
@@ -148,17 +148,17 @@ def test_dropout_path_equals_the_fused_one() -> None:
 def test_layers_read_micro_batches_in_order_and_anew_in_each_pass() -> None:
     board = DocumentBoard()
     first, second = DocumentReader(board), DocumentReader(board)
-    board.post([torch.zeros(1, 4), torch.tensor([[0, 0, 1, 1]])], "cpu")
+    board.set_documents([torch.zeros(1, 4), torch.tensor([[0, 0, 1, 1]])], "cpu")
     assert [first.advance().groups for _ in range(2)] == [((1, 4),), ((2, 2),)]
     assert second.advance().groups == ((1, 4),)
-    board.post([torch.tensor([[0, 1, 2, 3]])], "cpu")
+    board.set_documents([torch.tensor([[0, 1, 2, 3]])], "cpu")
     assert [reader.advance().groups for reader in (first, second)] == [((4, 1),)] * 2
     with pytest.raises(IndexError):
         first.advance()
-    board.post([None, None], "cpu")
+    board.set_documents([None, None], "cpu")
     assert first.advance() is None
 
 
 def test_a_pass_has_documents_or_has_none() -> None:
     with pytest.raises(ValueError, match="1 of 2 micro-batches"):
-        DocumentBoard().post([torch.zeros(1, 4), None], "cpu")
+        DocumentBoard().set_documents([torch.zeros(1, 4), None], "cpu")

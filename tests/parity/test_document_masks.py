@@ -128,7 +128,7 @@ class DropoutGPT(SequentialGPT):
         self.clock, self.board, self.rows = self_clock, self_board, case.batch
 
     def forward(self, tokens: Tensor) -> Tensor:
-        self.board.post([documents_of(tokens, self.rows)], "cpu")
+        self.board.set_documents([documents_of(tokens, self.rows)], "cpu")
         self.clock.step += 1
         return super().forward(tokens)
 
