@@ -76,7 +76,7 @@ def _read(arguments: Sequence[str]) -> tuple[Checkpoint, Job, ReshardOptions]:
 
 
 def _job(checkpoint: Checkpoint, options: ReshardOptions, launcher: LauncherOptions) -> Job:
-    """The job that is to go on, on paper.
+    """The job that is to resume, on paper.
 
     Raises:
         JobError: it is no legal job, or cannot read the checkpoint even when it is converted.
