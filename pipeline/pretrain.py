@@ -9,14 +9,10 @@ imported. Exit codes: 0 finished, 2 wrong job, 3 stopped with a checkpoint saved
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
-import traceback
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -30,19 +26,10 @@ if __name__ == "__main__":
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from pipeline.base.problems import EXIT_FAILED, EXIT_STOPPED, EXIT_WRONG_JOB, JobError
-from pipeline.checkpoints.output import space_problems
-from pipeline.checkpoints.resume import resume_problems
 from pipeline.cluster.agent.rank_link import Inherited, RankLink, connect, split_inherited
-from pipeline.cluster.folder_lock import only_job
-from pipeline.cluster.outcome import Outcome, record_outcome
-from pipeline.cluster.rank_environment import RankEnvironment, read_rank_environment
-from pipeline.cluster.world import world_from_environment
-from pipeline.job.job import Job
-from pipeline.job.options import Options, parse_options
-from pipeline.job.report import console, print_problems, problems_text
-from pipeline.job.resolve import resolve
-from pipeline.job.stop_file import with_stamp
-from pipeline.job.world import Host
+from pipeline.cluster.rank_environment import read_rank_environment
+from pipeline.job.report import console, print_problems
+from pipeline.training.rank import run_rank
 from pipeline.training.signals import StoppedEarly, StopRequest, end_process
 
 
@@ -61,120 +48,10 @@ def main(arguments: Sequence[str], link: RankLink | None = None, inherited: Inhe
         return EXIT_WRONG_JOB
     with StopRequest(announce=environment.rank == 0, early=True) as stop:
         try:
-            return _be_rank(arguments, environment, stop, link, inherited)
+            return run_rank(arguments, environment, stop, link, inherited)
         except StoppedEarly as request:
             stop.leave(str(request))
             return EXIT_STOPPED
-
-
-def _be_rank(
-    arguments: Sequence[str],
-    environment: RankEnvironment,
-    stop: StopRequest,
-    link: RankLink,
-    inherited: Inherited | None,
-) -> int:
-    output_dir = None
-    try:
-        with _one_report_per_host(environment):
-            options = parse_options(arguments)
-            output_dir = options.output_dir
-            options = with_stamp(options, output_dir)
-            job = _read_job(options, environment, inherited)
-            stamp = with_stamp(options, job.output_dir).stop_stamp
-            job = replace(job, stops=replace(job.stops, stamp=stamp))
-        with only_job(job.output_dir) if environment.rank == 0 else contextlib.nullcontext():
-            link.folder(job.output_dir)
-            stop.leave = partial(_leave_early, job, environment, link)
-            return _train(job, environment, stop, link)
-    except JobError as error:
-        return _refuse(error, environment, link, output_dir)
-
-
-def _read_job(options: Options, environment: RankEnvironment, inherited: Inherited | None) -> Job:
-    world = world_from_environment(environment)
-    batch: tuple[int, ...] = ()
-    if inherited is not None and inherited.hosts:
-        # The agent has compared its place with these; hosts may differ in their slots.
-        world = replace(world, hosts=tuple(Host(name, slots) for name, slots in inherited.hosts))
-        batch = inherited.batch
-    job = resolve(options, world, batch)
-    if problems := [*resume_problems(job), *space_problems(job)]:
-        raise JobError(problems)
-    return job
-
-
-def _leave_early(job: Job, environment: RankEnvironment, link: RankLink, request: str) -> None:
-    """The last word of a rank that a signal ends before the ranks have met. Nothing had been trained."""
-    message = f"{request} on rank {environment.rank} before the first step"
-    record_outcome(job.output_dir, Outcome("stopped", 0, environment.master_port, environment.rank, message))
-    link.left_early(message)
-
-
-def _train(job: Job, environment: RankEnvironment, stop: StopRequest, link: RankLink) -> int:
-    os.environ.update(environment.variables())
-    from pipeline.training.quiet import quiet_deepspeed
-
-    quiet_deepspeed(environment.rank, job.deepspeed_reports)
-    from pipeline.training.run import RunFailed, run
-
-    def record(outcome: Outcome) -> None:
-        record_outcome(job.output_dir, replace(outcome, master_port=environment.master_port))
-
-    try:
-        outcome = run(job, environment, stop, record, link)
-    except JobError as error:
-        return _refuse(error, environment, link, job.output_dir)
-    except RunFailed as failure:
-        return _fail(failure.error, failure.step, job, environment, link)
-    except Exception as error:  # noqa: BLE001  (reported, recorded, and the exit code is 1)
-        return _fail(error, 0, job, environment, link)
-    return outcome.exit_code
-
-
-def _fail(error: Exception, step: int, job: Job, environment: RankEnvironment, link: RankLink) -> int:
-    """Say it here and now: a launcher ends the other ranks as soon as one is gone."""
-    trace = "".join(traceback.format_exception(error))
-    if link.supervised:  # which tells the console of the first failure, and writes the outcome
-        link.failed(error, step, trace)
-        return EXIT_FAILED
-    print(f"rank {environment.rank} failed after step {step}:\n{trace}", file=sys.stderr, flush=True)
-    message = f"{type(error).__name__}: {error}"
-    outcome = Outcome("failed", step, environment.master_port, environment.rank, message)
-    record_outcome(job.output_dir, outcome)
-    return EXIT_FAILED
-
-
-def _refuse(
-    error: JobError, environment: RankEnvironment, link: RankLink, output_dir: str | None = None
-) -> int:
-    if link.supervised:
-        link.refused(problems_text(error.problems))
-    elif environment.local_rank == 0:
-        print_problems(console(stderr=True), error.problems)
-    # A folder that the job may not have is not written to, nor is one made for a job that is none.
-    may_write = output_dir is not None and Path(output_dir).is_dir() and not _concerns_folder(error)
-    if environment.local_rank == 0 and may_write:
-        record_outcome(output_dir, Outcome("wrong_job", 0, environment.master_port, environment.rank))
-    return EXIT_WRONG_JOB
-
-
-def _concerns_folder(error: JobError) -> bool:
-    return any(problem.key == "output_dir" for problem in error.problems)
-
-
-@contextlib.contextmanager
-def _one_report_per_host(environment: RankEnvironment) -> Iterator[None]:
-    """The ranks of a host find the same problems; another host may lack a file that this one has."""
-    if environment.local_rank == 0:
-        yield
-        return
-    with (
-        Path(os.devnull).open("w") as nowhere,
-        contextlib.redirect_stderr(nowhere),
-        contextlib.redirect_stdout(nowhere),
-    ):
-        yield
 
 
 if __name__ == "__main__":

@@ -160,7 +160,10 @@ def stop_early(_: list[str], rank: int, target: str, victims: tuple[int, ...], s
     before_call(target, signalled)
 
 
-@pytest.mark.parametrize("target", ["pipeline.pretrain:_read_job", "pipeline.training.run_data:load_data"])
+STARTING = ("pipeline.training.rank:read_job", "pipeline.training.run_data:load_data")
+
+
+@pytest.mark.parametrize("target", STARTING)
 def test_a_signal_before_the_ranks_have_met_ends_each_at_once(target: str, shop: Workshop):
     begin = time.monotonic()
     result = run_faulty_job(

@@ -17,7 +17,7 @@ from pipeline.cluster.rank_environment import RankEnvironment
 from pipeline.job.job import Job
 from pipeline.job.options import Options, option_problems, parse_options
 from pipeline.job.stop_file import read_stamp, stamp_of, stamped, with_stamp
-from pipeline.training import stopping
+from pipeline.training import rank, stopping
 from pipeline.training.preparing import _stopping
 from pipeline.training.signals import StopRequest
 from pipeline.training.stopping import STOP_FILE, TIME_LIMIT, StopFile, Stopping, TimeLimit, reason_text
@@ -173,8 +173,8 @@ def test_a_file_that_appears_while_the_job_is_read_counts(
         codes.append(_stopping(job, environment.rank, stop).code())
         return 0
 
-    monkeypatch.setattr(pretrain, "_read_job", read)
-    monkeypatch.setattr(pretrain, "_train", be)
+    monkeypatch.setattr(rank, "read_job", read)
+    monkeypatch.setattr(rank, "_train", be)
     arguments = ["--stop_file", str(path)] if named else ["--output_dir", str(path.parent)]
     assert pretrain.main(arguments) == 0
     assert codes == [0 if stale else STOP_FILE]
