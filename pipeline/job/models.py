@@ -83,41 +83,15 @@ def gpt(name: str, hidden_size: int, num_layers: int, num_heads: int, max_positi
     )
 
 
-def llama(
-    name: str,
-    *,
-    vocab_size: int,
-    hidden_size: int,
-    num_layers: int,
-    num_heads: int,
-    num_kv_heads: int,
-    ffn_hidden_size: int,
-    max_positions: int,
-    rope_theta: float,
-    norm_eps: float,
-    qkv_bias: bool = False,
-) -> ModelConfig:
-    """A model of the Llama and Qwen2 kind: rotary positions, RMSNorm, SwiGLU, grouped kv heads, untied."""
-    return ModelConfig(
-        name=name,
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=hidden_size // num_heads,
-        ffn_hidden_size=ffn_hidden_size,
-        max_position_embeddings=max_positions,
-        position="rotary",
-        rope_theta=rope_theta,
-        norm="rmsnorm",
-        norm_eps=norm_eps,
-        activation="swiglu",
-        bias=False,
-        qkv_bias=qkv_bias,
-        tied=False,
-    )
-
+# Llama and Qwen2: rotary positions, RMSNorm, SwiGLU, no biases but Qwen2's of q, k and v, untied.
+LLAMA: dict[str, Any] = {
+    "position": "rotary",
+    "norm": "rmsnorm",
+    "activation": "swiglu",
+    "bias": False,
+    "qkv_bias": False,
+    "tied": False,
+}
 
 GPT2 = "Radford et al. 2019, table 2; counts as in the names of the released weights"
 GPT3 = "Brown et al. 2020, table 2.1"
@@ -208,18 +182,19 @@ def _qwen2_7b() -> Preset:
     """Qwen2 7B. Its report keeps the training settings to itself, apart from 7 T tokens at 4,096; Llama 3
     8B's are used, the nearest published ones. It was trained for 32,768 positions in the end.
     """
-    model = llama(
-        "qwen2-7b",
+    model = ModelConfig(
+        name="qwen2-7b",
         vocab_size=152064,
         hidden_size=3584,
         num_layers=28,
         num_heads=28,
         num_kv_heads=4,
         ffn_hidden_size=18944,
-        max_positions=32768,
+        max_position_embeddings=32768,
         rope_theta=1_000_000.0,
         norm_eps=1e-6,
-        qkv_bias=True,
+        head_dim=128,
+        **LLAMA | {"qkv_bias": True},
     )
     training = TrainingDefaults(
         train_batch_size=1024,
@@ -232,29 +207,33 @@ def _qwen2_7b() -> Preset:
     return Preset(model, training, "7.6B", QWEN2)
 
 
-_LLAMA3_8B = llama(
-    "llama3-8b",
+_LLAMA3_8B = ModelConfig(
+    name="llama3-8b",
     vocab_size=128256,
     hidden_size=4096,
     num_layers=32,
     num_heads=32,
     num_kv_heads=8,
     ffn_hidden_size=14336,
-    max_positions=8192,
+    max_position_embeddings=8192,
     rope_theta=500_000.0,
     norm_eps=1e-5,
+    head_dim=128,
+    **LLAMA,
 )
-_LLAMA3_70B = llama(
-    "llama3-70b",
+_LLAMA3_70B = ModelConfig(
+    name="llama3-70b",
     vocab_size=128256,
     hidden_size=8192,
     num_layers=80,
     num_heads=64,
     num_kv_heads=8,
     ffn_hidden_size=28672,
-    max_positions=8192,
+    max_position_embeddings=8192,
     rope_theta=500_000.0,
     norm_eps=1e-5,
+    head_dim=128,
+    **LLAMA,
 )
 
 # The shape is (hidden size, layers, heads). Table 2.1 of the GPT-3 paper prints 5,140 as the 13B model's
