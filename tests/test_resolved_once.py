@@ -28,6 +28,10 @@ READERS = frozenset(
 # Those that have a reason, by module and name.
 EXCEPTIONS = {
     ("checkpoints/conversion_rules", "CheckOptions"): "the options of the command that converts a checkpoint",
+    **dict.fromkeys(
+        [("training/rank", name) for name in ("Options", "parse_options", "resolve")],
+        "a rank's process reads its command line, and resolves the job that all below it is given",
+    ),
     ("data/tokenizer_training", "load_tokenizer"): "opens the tokenizer that it has just trained",
 }
 
