@@ -1,4 +1,4 @@
-"""Sources and weights as one endless order of samples. No torch.
+"""Sources and weights as one endless order of samples.
 
 Position p of the order belongs to the source whose turn it is (`BlendSchedule`), and is that source's
 next sample in its own order, which is endless, too: a small source begins its next epoch while a large one

@@ -1,4 +1,4 @@
-"""How far each source of a blend has been read, as a checkpoint keeps it, and how a run goes on. No torch.
+"""How far each source of a blend has been read, as a checkpoint keeps it, and how a run resumes from it.
 
     {"start": 800,
      "sources": [{"name": "books", "fingerprint": "9c..", "weight": "7/10", "begun": 400, "taken": 90}, ...]}
@@ -67,7 +67,7 @@ class BlendState:
 
 @dataclass(frozen=True)
 class ResumedBlend:
-    """A blend that goes on from a checkpoint.
+    """A blend that resumes from a checkpoint.
 
     Attributes:
         blend: To be read from the checkpoint's position on.

@@ -1,4 +1,4 @@
-"""Which inputs a run learns from, found and listed without reading them. No torch.
+"""Which inputs a run learns from, found and listed without reading them.
 
 `--data` names, alone or mixed:
 

@@ -1,4 +1,4 @@
-"""Records to tokens, on one process or all cores, in the order of the records. No torch."""
+"""Records to tokens, on one process or all cores, in the order of the records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a name given as data means: the kind of a file, a saved or remote dataset, token files. No torch.
+"""What a name given as data means: the kind of a file, a saved or remote dataset, token files.
 
 s3://BUCKET/KEY, gs://BUCKET/KEY      object stores (packages s3fs, gcsfs)
 http://..., https://...               single files

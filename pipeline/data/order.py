@@ -1,4 +1,4 @@
-"""Which documents and samples come when: permutations, sets of documents, and an epoch's index. No torch.
+"""Which documents and samples come when: permutations, sets of documents, and an epoch's index.
 
 numpy promises stable streams for its bit generators only, not for `Generator.permutation`, and a
 resumed run may live on another machine years later. So the order is made of integer arithmetic alone.

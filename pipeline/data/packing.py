@@ -1,4 +1,4 @@
-"""Documents of tokens packed into samples of one length. No torch.
+"""Documents of tokens packed into samples of one length.
 
 In every epoch the documents are put one after the other in a new order (a function of seed and
 epoch), and the stream is cut into windows of S + 1 tokens, each S tokens after the one before it, so

@@ -1,4 +1,4 @@
-"""From inputs to token files: read, encode on all cores, write; once per cache folder. No torch."""
+"""From inputs to token files: read, encode on all cores, write; once per cache folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading inputs as a stream of records, in pieces that fit in memory. No torch.
+"""Reading inputs as a stream of records, in pieces that fit in memory.
 
 A record is a document's text, or a line of JSON that holds one; the JSON is parsed by whoever encodes it,
 because parsing costs as much as reading. Records come in `Task`s of about a megabyte. After each task, its

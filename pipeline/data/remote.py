@@ -1,4 +1,4 @@
-"""Objects in remote stores, through fsspec: what an address names, and its bytes. No torch.
+"""Objects in remote stores, through fsspec: what an address names, and its bytes.
 
 Credentials come from where each store's own tools look for them (environment, ~/.aws, ~/.netrc, an instance's
 role), never from the address, and appear in no message.

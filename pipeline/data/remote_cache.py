@@ -1,4 +1,4 @@
-"""A bounded copy of remote objects on this host, shared by its processes and runs. No torch.
+"""A bounded copy of remote objects on this host, shared by its processes and runs.
 
     FOLDER/s3/BUCKET/DIR/VERSION/NAME     a complete object; VERSION is a hash of address, sizes and versions
     FOLDER/s3/BUCKET/DIR/VERSION/NAME.part and .part.json    one under way, and how far it can be trusted

@@ -1,4 +1,4 @@
-"""Token files in Megatron's indexed layout, opened: ours or another program's, and PREFIX.json. No torch.
+"""Token files in Megatron's indexed layout, opened: ours or another program's, and PREFIX.json.
 
 PREFIX.bin holds the ids of all sequences, one after the other, little-endian, nothing else. PREFIX.idx:
 

@@ -1,4 +1,4 @@
-"""What is in token files, for people. No torch."""
+"""What is in token files, for people."""
 
 from __future__ import annotations
 

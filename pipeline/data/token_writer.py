@@ -1,4 +1,4 @@
-"""Writing token files so that a kill costs seconds, and nobody ever sees half of one. No torch.
+"""Writing token files so that a kill costs seconds, and nobody ever sees half of one.
 
     PREFIX.bin.partial     tokens so far
     PREFIX.sizes.partial   length of each document so far, int64
@@ -89,7 +89,7 @@ class TokenWriter:
             else that was begun is dropped.
 
     Attributes:
-        place: Where in the input to go on.
+        place: Where in the input to read on.
         counts: So far.
         resumed: Something was there to continue.
 

@@ -1,4 +1,4 @@
-"""Text to token ids and back, and tokenizer folders as files. No torch; `tokenizers` only where it encodes.
+"""Text to token ids and back, and tokenizer folders as files. `tokenizers` is imported only to encode.
 
 Every tokenizer offers the same few members (`Tokenizer`); the byte tokenizer is the default, because
 it needs no file, no training and no download, and knows every text. What a folder says (vocabulary size,

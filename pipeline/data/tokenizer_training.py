@@ -1,4 +1,4 @@
-"""Byte-level BPE, trained on the same inputs that will be tokenized. No torch."""
+"""Byte-level BPE, trained on the same inputs that will be tokenized."""
 
 from __future__ import annotations
 

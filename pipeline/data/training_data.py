@@ -1,4 +1,4 @@
-"""From the sources of a run to its training samples and its evaluation sets. No torch."""
+"""From the sources of a run to its training samples and its evaluation sets."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def load_data(
         sources: To train on; their weights add up to 1.
         validation: Named sets, evaluated whole.
         tokenizer: Of texts; None: bytes.
-        saved: What `ResumedBlend.state` gave the checkpoint that the run goes on from.
+        saved: What `ResumedBlend.state` gave the checkpoint that the run resumes from.
         position: Samples consumed by then.
 
     Raises:
