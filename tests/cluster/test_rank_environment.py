@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 
 from pipeline.base.problems import JobError, Problem
-from pipeline.cluster.process_managers import slurm_first_host, slurm_local_size
-from pipeline.cluster.rank_environment import RankEnvironment, read_rank_environment
+from pipeline.cluster.rank_environment import (
+    RankEnvironment,
+    read_rank_environment,
+    slurm_first_host,
+    slurm_local_size,
+)
 
 # As the programs set them for rank 3 of 4, two on each of h1 and h2.
 OPEN_MPI = {

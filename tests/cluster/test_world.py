@@ -11,8 +11,7 @@ from pipeline.base.problems import JobError, Problem
 from pipeline.cluster import devices, rank_environment, world
 from pipeline.cluster.agent.launch_spec import DIRECT_PORTS, direct_ports, is_free_port
 from pipeline.cluster.devices import Gpu, visible_gpus
-from pipeline.cluster.process_managers import FIRST_PORT
-from pipeline.cluster.rank_environment import RankEnvironment, free_port, read_rank_environment
+from pipeline.cluster.rank_environment import FIRST_PORT, RankEnvironment, free_port, read_rank_environment
 from pipeline.cluster.world import local_world, resolve_world, world_from_environment, world_from_hostfile
 from pipeline.job.world import Host
 

@@ -169,7 +169,7 @@ def direct_key(place: RankEnvironment) -> str:
 
 
 # Ports of a start that rank 0's agent may listen on where no launch gives an address: 8 of 11,000 to 14,999,
-# below every port that is derived or drawn for a rendezvous (`process_managers`).
+# below every port that is derived or drawn for a rendezvous (`rank_environment`).
 FIRST_DIRECT_PORT, DIRECT_PORTS, DIRECT_BLOCKS = 11_000, 8, 500
 # For the first rank to report: launchers import torch, which a cold file system takes its time to give out.
 # The others follow within the failure time-out.
