@@ -118,7 +118,6 @@ _WORDS = {
     float: "a number",
     bool: "true or false",
     str: "a string",
-    type(None): "null",
 }
 _PLURALS = {int: "whole numbers", float: "numbers", str: "strings"}
 

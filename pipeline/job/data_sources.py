@@ -1,4 +1,4 @@
-"""What the options say about data: training sources with their weights, and named validation sets. No torch.
+"""What the options say about data: training sources with their weights, and named validation sets.
 
     --data PATH...                  one source, all its documents in one order
     --data PATH=WEIGHT...           one source each; the weights add up to 1

@@ -1,4 +1,4 @@
-"""Optimizer and learning-rate schedule of a run, from the JSON and the model's usual values. No torch.
+"""Optimizer and learning-rate schedule of a run, from the JSON and the model's usual values.
 
 The ``scheduler`` block becomes a schedule, or every reason why not.
 """

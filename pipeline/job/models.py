@@ -1,4 +1,4 @@
-"""The models that have a name, the settings they are usually trained with, and models from files. No torch.
+"""The models that have a name, the settings they are usually trained with, and models from files.
 
 Sizes come from the papers and published configuration files named in `Preset.source`. Dropout is 0
 everywhere: pretraining sees each sample about once, so that there is little to overfit.

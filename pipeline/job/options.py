@@ -79,7 +79,7 @@ class Options:
     dropout: Share | None = None
     """Dropout rate (embedding, residual branches, attention), 0 to below 1. None: the model's."""
     eval_interval: Amount | None = None
-    """Steps between held-out losses; the last step always has one. 0: only the last. None: a tenth of the
+    """Steps between validation losses; the last step always has one. 0: only the last. None: a tenth of the
     run."""
     eval_samples: Amount = 64
     """Held-out samples per evaluation (at most as many as there are); 0 turns evaluation off."""

@@ -64,7 +64,7 @@ RULES: tuple[Rule, ...] = (
     Rule("sequence and heads", "The sequence size divides attention heads / tensor size",
          "the all-to-all gives each rank whole heads", layout.sequence_heads),
     Rule("sequence and kv heads", "The sequence size divides kv heads / tensor size, or is a multiple of it",
-         "k and v heads are dealt out or repeated whole", layout.sequence_kv_heads),
+         "k and v heads are distributed or repeated whole", layout.sequence_kv_heads),
     Rule("positions", "The sequence is no longer than the model's positions",
          "there is no row, or no trained rotation, beyond", layout.positions),
     Rule("vocabulary", "The model has an id for each of the tokenizer's",

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step. No torch, no state.
+"""The learning rate as a pure function of the step; no state.
 
 `schedule(step)` is the rate of update number `step`, counted from 1. What holds for each schedule:
 

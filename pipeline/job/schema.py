@@ -129,8 +129,9 @@ class Pipeline(Record):
     stages: Size = described(1, "Stages.")
     partition: Literal["parameters", "uniform"] | list[int] = described(
         "parameters",
-        "How layers are dealt to stages: parameters, uniform, or a list with the number of layers of each "
-        "stage (of each half stage for dualpipev). Layers are embedding, positions, blocks, norm, output.",
+        "How layers are divided among stages: parameters, uniform, or a list with the number of layers of "
+        "each stage (of each half stage for dualpipev). Layers are embedding, positions, blocks, norm, "
+        "output.",
     )
     schedule: Literal["1f1b", "dualpipev"] = described(
         "1f1b", "1f1b, or dualpipev (two chunks of layers per stage)."
@@ -186,7 +187,7 @@ class ZeroOptimization(Record):
     use_multi_rank_bucket_allreduce: bool = _flat(True, "One reduction for several ranks' buckets.")
     allgather_bucket_size: Size = _flat(500_000_000, "Elements gathered at a time.")
     overlap_comm: bool | None = _sharded(
-        None, "Reduce while the backward pass goes on.", default_text="true at stage 3"
+        None, "Reduce during the backward pass.", default_text="true at stage 3"
     )
     ignore_unused_parameters: bool = _passed(True, "Accept parameters without gradient.", zero_stages=(2,))
     round_robin_gradients: bool = _flat(False, "Spread offloaded gradient copies over ranks.")
@@ -195,7 +196,7 @@ class ZeroOptimization(Record):
     stage3_prefetch_bucket_size: Amount = _three(50_000_000, "Elements fetched ahead.")
     stage3_param_persistence_threshold: Amount = _three(100_000, "Smaller ones stay whole.")
     stage3_model_persistence_threshold: Amount | None = _three(
-        None, "Elements that may stay whole in all.", default_text="unlimited"
+        None, "Elements that may stay whole in total.", default_text="unlimited"
     )
     stage3_max_live_parameters: Amount = _three(1_000_000_000, "Elements resident before release.")
     stage3_max_reuse_distance: Amount = _three(1_000_000_000, "Keep a parameter used again within this.")
@@ -396,7 +397,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "torch_autocast": ("it conflicts with bf16 and fp16 weights", "Use bf16 or fp16"),
     "flops_profiler": ("it never reports under pipelines; FLOPs are counted analytically here",
         "Remove it; metrics.jsonl has tflops_per_device and mfu"),
-    "autotuning": ("the launcher's autotuner edits the JSON behind the job's back", _REMOVE),
+    "autotuning": ("the launcher's autotuner edits the JSON without the job's knowledge", _REMOVE),
     "compile": ("DeepCompile is not tested together with this pipeline's parallelism", _REMOVE),
     "hybrid_engine": ("it serves generation during reinforcement learning", _REMOVE),
     "data_efficiency": _OWN_DATA,
@@ -410,7 +411,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "use_data_before_expert_parallelism": _NO_EFFECT,
     "expert_parallel": ("the model has no experts", _REMOVE),
     "weight_quantization": ("it serves inference", _REMOVE),
-    "log_level": ("the console speaks once, from rank 0", _REMOVE),
+    "log_level": ("only rank 0 writes to the console", _REMOVE),
     "timers": ("throughput is measured by this pipeline", "Remove it; metrics.jsonl has tokens_per_second"),
     "aio.use_gds": ("GPUDirect Storage is not supported here", _REMOVE),
     "bf16.immediate_grad_update": ("it does not combine with every layout's gradient path", _REMOVE),
@@ -466,7 +467,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     _ZERO + "stage3_gather_fp16_weights_on_model_save": ("it serves save_16bit_model, which is not used "
         "here", _REMOVE),
     _ZERO + "zenflow": _UNTESTED,
-    _ZERO + "leaf_module": ("it serves mixture-of-experts blocks, which the model has not", _REMOVE),
+    _ZERO + "leaf_module": ("it serves mixture-of-experts blocks, and the model has none", _REMOVE),
     _ZERO + "save_muon_momentum_buffer_in_memory": ("Muon is not among the optimizers here", _REMOVE),
     _ZERO + "zero_quantized_weights": _COMPILED,
     _ZERO + "zero_quantized_nontrainable_weights": _COMPILED,

@@ -1,4 +1,4 @@
-"""Which layers go to which pipeline chunk. No torch.
+"""Which layers go to which pipeline chunk.
 
 A chunk is a stage's consecutive layers; DualPipeV gives each stage two chunks. Every chunk must hold a
 layer with weights: one without has nothing to train, and its rank would wait for gradients that never

@@ -1,4 +1,4 @@
-"""The world of a job as data: its hosts, the ranks on each, and what they compute with. No torch.
+"""The world of a job as data: its hosts, the ranks on each, and what they compute with.
 
 `pipeline.cluster.world` finds it: in a hostfile, on this machine, or in a rank's environment.
 """
