@@ -60,7 +60,7 @@ def start_once(
             coordinator = stack.enter_context(contextlib.closing(_coordinator(world, options, job_arguments)))
             key_file = stack.enter_context(_key_file(world, options, coordinator))
             spec = replace(spec, address=address, port=coordinator.port, key_file=key_file)
-            where = f"; their agents connect to {address}:{spec.port}"
+            where = "" if world.is_local else f"; their agents connect to {address}:{spec.port}"
         launch = plan_launch(options, world, spec, environment, job_arguments, script)
         say(f"Starting {counted(world.size, 'rank')}{where}.")
         return run_launch(launch, output_dir, options.stop_timeout, coordinator, options.is_first_host)

@@ -120,7 +120,7 @@ class Connection:
         for line in lines:
             try:
                 message = json.loads(line)
-            except (ValueError, RecursionError):  # a stranger
+            except (ValueError, RecursionError):  # no process of this project
                 message = None
             if not isinstance(message, dict):
                 self.closed = True

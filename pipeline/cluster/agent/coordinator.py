@@ -155,13 +155,13 @@ class Coordinator:
                 self._take(self.table.states[self._ranks[connection]], message)
 
     def _let_go(self) -> None:
-        """Part with connections that are gone. An agent that has reported its rank's end may go; others may
-        not."""
+        """Close connections whose other end is gone. An agent that has reported its rank's end may go, others
+        may not."""
         for connection in [each for each in self._ranks if each.closed]:
             state = self.table.states[self._ranks[connection]]
             self._drop(connection)
             if not state.gone:
-                self._lose(state, f"contact with its agent on {state.name} is lost (host or agent gone)")
+                self._lose(state, f"the connection to its agent on {state.name} is lost (host or agent gone)")
 
     def _drop(self, connection: Connection) -> None:
         self._selector.unregister(connection)
@@ -192,16 +192,21 @@ class Coordinator:
             self.end("error", f"two processes, one on {name}, say that they are rank {rank}", rank)
             return
         self._listener.admit(connection)
-        self._ranks[connection] = rank
-        self._first_hello = self._first_hello or time.monotonic()
         self._agents[rank] = connection
-        self.table.states[rank] = RankState(rank, number, name, time.monotonic())
+        self._ranks[connection] = rank
+        self._join(connection, RankState(rank, number, name, time.monotonic()), hello)
+
+    def _join(self, connection: Connection, state: RankState, hello: Message) -> None:
+        """An agent of this job: when rank 0's is there, ranks are started."""
+        rank = state.rank
+        self.table.states[rank] = state
+        self._first_hello = self._first_hello or time.monotonic()
         if self.table.failures or self.outcome:
             connection.send(do="end", grace=0.0)
         if rank == 0:
             self.master = self._rendezvous(connection, hello)
             if self._settings.start_seconds is not None:
-                self._say(f"Rank 0 is on {name}; rendezvous at {self.master[0]}:{self.master[1]}.")
+                self._say(f"Rank 0 is on {state.name}; rendezvous at {self.master[0]}:{self.master[1]}.")
         if self.master is not None:
             for each in list(self._agents.values()) if rank == 0 else [connection]:
                 self._welcome(each)
@@ -389,8 +394,9 @@ class Coordinator:
         self.outcome = self.table.outcome(port)
         if lost := self.table.lost:
             self._say(
-                f"Contact with {self.table.places(lost)} was lost: what still runs there holds its devices "
-                f"until it ends by itself, within {self._limits.silence:.0f} s, or later if the host hangs."
+                f"The connection to {self.table.places(lost)} was lost: what still runs there holds its "
+                f"devices until it ends by itself, within {self._limits.silence:.0f} s, or later if the host "
+                "hangs."
             )
         if self._homeless:
             where = self.table.places(sorted(self._homeless))

@@ -48,7 +48,7 @@ class CoordinatorClient:
 
     Attributes:
         connection: None while there is none.
-        lost: Why there is no contact any more; empty while there is.
+        lost: Why there is no connection any more; empty while there is.
         is_wrong_job: It is that this rank is none of the coordinator's job.
 
     Args:

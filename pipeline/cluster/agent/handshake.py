@@ -91,9 +91,9 @@ def forget_key(path: str) -> None:
 
 
 # An agent speaks as soon as it is connected.
-STRANGER_SECONDS = 10.0
-# Strangers beside as many as there are ranks, which may all come at once.
-MORE_STRANGERS = 64
+HANDSHAKE_SECONDS = 10.0
+# Unverified connections beside as many as there are ranks, which may all come at once.
+MORE_UNVERIFIED = 64
 # The problems of a job that an agent refuses are the longest first message.
 MAX_HELLO = 2**16
 _ACCEPTS_PER_TURN = 256
@@ -124,21 +124,21 @@ class HandshakeListener:
     ) -> None:
         self._key = key
         self._is_public = is_public
-        self._most = world_size + MORE_STRANGERS
+        self._most = world_size + MORE_UNVERIFIED
         self._selector = selector
         make_room(self._most + world_size + _DESCRIPTORS_BESIDE)
         self.socket = listen(port, everywhere)
         self.socket.setblocking(False)
         self.port: int = self.socket.getsockname()[1]
-        self._strangers: dict[Connection, tuple[float, str]] = {}  # since when, from where
+        self._unverified: dict[Connection, tuple[float, str]] = {}  # since when, from where
         self._nonces: set[str] = set()
         selector.register(self.socket, selectors.EVENT_READ)
 
     def __contains__(self, connection: Connection) -> bool:
-        return connection in self._strangers
+        return connection in self._unverified
 
     def __len__(self) -> int:
-        return len(self._strangers)
+        return len(self._unverified)
 
     def accept(self) -> None:
         """Take those who wait outside."""
@@ -152,18 +152,18 @@ class HandshakeListener:
             if self._is_public and comes_from_another_user(stream, os.geteuid()):
                 stream.close()
                 continue
-            if len(self._strangers) >= self._most:
+            if len(self._unverified) >= self._most:
                 self._make_place()
             connection = Connection(stream, MAX_HELLO)
-            self._strangers[connection] = (time.monotonic(), connection.peer)
+            self._unverified[connection] = (time.monotonic(), connection.peer)
             self._selector.register(connection, selectors.EVENT_READ, connection)
 
     def _make_place(self) -> None:
-        """Part with the oldest of the address that has the most."""
-        if not self._strangers:
+        """Close the oldest of the address that has the most."""
+        if not self._unverified:
             return
-        (crowd, _), *_ = Counter(peer for _, peer in self._strangers.values()).most_common(1)
-        self.drop(next(each for each, (_, peer) in self._strangers.items() if peer == crowd))
+        (busiest, _), *_ = Counter(peer for _, peer in self._unverified.values()).most_common(1)
+        self.drop(next(each for each, (_, peer) in self._unverified.items() if peer == busiest))
 
     def is_agent(self, connection: Connection, hello: Message) -> bool:
         """Whether a first message proves that its sender holds the key. What was said once proves nothing."""
@@ -175,25 +175,25 @@ class HandshakeListener:
         return True
 
     def admit(self, connection: Connection) -> None:
-        """It is no stranger any more."""
-        del self._strangers[connection]
+        """It is verified."""
+        del self._unverified[connection]
         connection.take_all()
 
     def refuse(self, connection: Connection, reason: str, is_wrong_job: bool = False) -> None:
-        """Tell it why it is not taken, and part."""
+        """Tell it why it is not taken, and close it."""
         connection.send(do="refuse", reason=reason, wrong_job=is_wrong_job)
         self.drop(connection)
 
     def sweep(self, now: float) -> None:
-        """Part with those that have gone, and with those that have had their time."""
-        for connection, (since, _) in list(self._strangers.items()):
+        """Close those whose other end is gone, and those that have had their time."""
+        for connection, (since, _) in list(self._unverified.items()):
             connection.flush()
-            if connection.closed or now - since > STRANGER_SECONDS:
+            if connection.closed or now - since > HANDSHAKE_SECONDS:
                 self.drop(connection)
 
     def drop(self, connection: Connection) -> None:
-        """Let go of a stranger."""
-        del self._strangers[connection]
+        """Close an unverified connection."""
+        del self._unverified[connection]
         self._selector.unregister(connection)
         connection.close()
 
@@ -201,7 +201,7 @@ class HandshakeListener:
         """Let go of all, and listen no more. May be called twice."""
         if self.socket.fileno() < 0:
             return
-        for connection in list(self._strangers):
+        for connection in list(self._unverified):
             self.drop(connection)
         self._selector.unregister(self.socket)
         self.socket.close()

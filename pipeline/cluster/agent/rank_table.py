@@ -77,7 +77,7 @@ class RankTable:
 
     @property
     def lost(self) -> list[int]:
-        """Ranks that contact was lost with."""
+        """Ranks to which the connection was lost."""
         return sorted({f.rank for f in self.failures if f.kind == "lost" and f.rank is not None})
 
     def places(self, ranks: Iterable[int]) -> str:

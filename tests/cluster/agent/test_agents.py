@@ -168,7 +168,7 @@ def test_ranks_end_with_what_owns_them(start: Start, victim: str) -> None:
     else:
         os.kill(ranks[1]["agent"] if victim == "agent" else start.agents[1].pid, signal.SIGKILL)
         outcome = start.outcome()
-        expected = "contact with its agent" if victim == "agent" else "the launcher that started it is gone"
+        expected = "connection to its agent" if victim == "agent" else "the launcher that started it is gone"
         assert (outcome.status, outcome.rank) == ("failed", 1) and expected in outcome.message
     assert not any(code == 0 for code in start.codes())
     deadline = time.monotonic() + TIMEOUT

@@ -77,20 +77,20 @@ def test_a_crowd_that_says_nothing_keeps_no_rank_out(coordinator: Coordinator) -
     with contextlib.ExitStack() as stack:
         crowd = [
             stack.enter_context(contextlib.closing(connect(coordinator)))
-            for _ in range(3 * handshake.MORE_STRANGERS)
+            for _ in range(3 * handshake.MORE_UNVERIFIED)
         ]
-        until(coordinator, lambda: len(coordinator._listener) == handshake.MORE_STRANGERS + 2)
+        until(coordinator, lambda: len(coordinator._listener) == handshake.MORE_UNVERIFIED + 2)
         agent = stack.enter_context(contextlib.closing(connect(coordinator)))
         agent.sendall(hello())
         until(coordinator, lambda: 1 in coordinator.table.states)
-        assert sum(is_let_go(each) for each in crowd) >= 2 * handshake.MORE_STRANGERS - 2
+        assert sum(is_let_go(each) for each in crowd) >= 2 * handshake.MORE_UNVERIFIED - 2
         assert coordinator.table.failures == [] and not is_let_go(agent)
 
 
 def test_a_client_that_is_stuck_is_parted_with(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handshake, "STRANGER_SECONDS", 0.3)
+    monkeypatch.setattr(handshake, "HANDSHAKE_SECONDS", 0.3)
     with contextlib.closing(connect(coordinator)) as stuck:
         stuck.sendall(hello()[:20])
         until(coordinator, lambda: len(coordinator._listener) == 1)
@@ -153,7 +153,7 @@ def test_a_report_that_makes_no_sense_ends_its_sender_only(coordinator: Coordina
     with contextlib.closing(connect(coordinator)) as agent:
         agent.sendall(hello() + json.dumps(report).encode() + b"\n")
         until(coordinator, lambda: bool(coordinator.table.failures))
-    assert "contact with its agent on h is lost" in coordinator.table.failures[0].message
+    assert "connection to its agent on h is lost" in coordinator.table.failures[0].message
 
 
 def test_only_rank_0_says_where_the_logs_are(coordinator: Coordinator, tmp_path: Path) -> None:
@@ -196,28 +196,28 @@ def test_a_false_hub_is_not_obeyed(answer: bytes) -> None:
     """As when the launch has died, and another user of its host listens at its port."""
     with socket.create_server(("127.0.0.1", 0)) as false:
         spec = LaunchSpec(hosts=(("h", 2),), address="127.0.0.1", port=false.getsockname()[1])
-        contact = CoordinatorClient(spec, KEY, PLACE, {"rank": 1}, Limits.of(TIMEOUT))
+        client = CoordinatorClient(spec, KEY, PLACE, {"rank": 1}, Limits.of(TIMEOUT))
         stream, _ = false.accept()
         with stream:
             assert KEY.encode() not in stream.recv(2**16)
             stream.sendall(answer)
             deadline = time.monotonic() + 5
-            while not contact.lost and time.monotonic() < deadline:
-                assert contact.receive() == []
-        assert "is not this job's launch" in contact.lost
-        contact.close()
+            while not client.lost and time.monotonic() < deadline:
+                assert client.receive() == []
+        assert "is not this job's launch" in client.lost
+        client.close()
 
 
 def test_what_waits_for_a_hub_does_not_grow() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         spec = LaunchSpec(hosts=(("h", 2),), address="127.0.0.1", port=silent.getsockname()[1])
-        contact = CoordinatorClient(spec, KEY, PLACE, {"rank": 1}, Limits.of(TIMEOUT))
-        contact.send(step=1, **{"is": "saved"})
+        client = CoordinatorClient(spec, KEY, PLACE, {"rank": 1}, Limits.of(TIMEOUT))
+        client.send(step=1, **{"is": "saved"})
         for step in range(100):
-            contact.send(phase="training", step=step, **{"is": "progress"})
-        kept = [(each["is"], each["step"]) for each in contact._unsent]
+            client.send(phase="training", step=step, **{"is": "progress"})
+        kept = [(each["is"], each["step"]) for each in client._unsent]
         assert kept == [("saved", 1), ("progress", 99)]
-        contact.close()
+        client.close()
 
 
 def test_proofs() -> None:

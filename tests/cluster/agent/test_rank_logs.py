@@ -57,7 +57,7 @@ def test_logs_stay_where_they_are_when_the_first_host_is_gone(tmp_path: Path) ->
         say(second, "log", text="its last words")
         say(second, "ended", code=1, by_agent=True, tail="")
         start.until(lambda: start.coordinator.outcome is not None)
-    assert any(line.startswith("Contact with rank 0 (h1) was lost") for line in start.said)
+    assert any(line.startswith("The connection to rank 0 (h1) was lost") for line in start.said)
     assert start.said.count("h2: logs cannot be written") == 1
     assert (
         "The first host, which gathers the logs, is gone: those of rank 1 (h2) stay in /run/logs/"

@@ -197,7 +197,9 @@ def test_a_host_is_gone(make_hosts, what: str) -> None:
     if what != "login host":
         assert job.process.wait(25) == 1
         told = (
-            "contact with its agent on h2 is lost" if what == "crash" else "nothing was heard from h2 for 5 s"
+            "connection to its agent on h2 is lost"
+            if what == "crash"
+            else "nothing was heard from h2 for 5 s"
         )
         assert told in job.process.stderr
         assert json.loads((job.folder / "outcome.json").read_text())["rank"] == 1
