@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,8 +16,11 @@ from pipeline.checkpoints.resume import Selection, select_checkpoint
 from pipeline.checkpoints.verification import Agreed, Verifier, agree_on_checkpoint
 from pipeline.cluster.agent.rank_link import RankLink
 from pipeline.cluster.rank_environment import RankEnvironment
+from pipeline.data.corpus import SourceSpec
+from pipeline.data.preparation import Rules
 from pipeline.data.remote_cache import RemoteCache
-from pipeline.data.training_data import TrainingData
+from pipeline.data.tokenizer import from_facts
+from pipeline.data.training_data import DataSettings, TrainingData, load_data
 from pipeline.engine.agreement import agree_on_job, agree_on_start
 from pipeline.engine.distributed import share_cores, start_distributed
 from pipeline.job.job import Job
@@ -24,7 +28,6 @@ from pipeline.job.run_settings import common_facts
 from pipeline.job.stop_file import read_stamp, stamp_of, stop_path
 from pipeline.parallel.context import Parallel
 from pipeline.training.console import Console, make_console, show_job
-from pipeline.training.run_data import remote_cache, run_data
 from pipeline.training.run_files import METRICS_FILE, SAMPLES_FILE, unusable_metrics, unusable_samples
 from pipeline.training.signals import StopRequest
 from pipeline.training.stopping import StopFile, Stopping, TimeLimit
@@ -77,8 +80,8 @@ def prepare(job: Job, environment: RankEnvironment, stop: StopRequest, link: Ran
     stopping = _stopping(job, rank, stop)
     step = _state(found).step
     link.progress("preparing data", step)
-    remote = remote_cache(job)
-    data = run_data(job, _state(found), remote)
+    remote = _remote_cache(job)
+    data = _read_data(job, _state(found), remote)
     link.progress("joining", step)
     with stop.meeting():
         parallel = _meet(job, environment)
@@ -86,13 +89,53 @@ def prepare(job: Job, environment: RankEnvironment, stop: StopRequest, link: Ran
     selection = _agreed(job, environment, parallel, found, stopping)
     if selection.checkpoint != found.checkpoint:  # another one than the manifests alone had promised
         console = _console(job, rank, selection)
-        data = run_data(job, _state(selection), remote)
+        data = _read_data(job, _state(selection), remote)
     agree_on_start(parallel, data.fingerprint, _state(selection).step)
     return Prepared(job, parallel, selection, data, remote, stopping, console, link)
 
 
 def _state(selection: Selection) -> TrainState:
     return selection.checkpoint.state if selection.checkpoint else TrainState()
+
+
+def _remote_cache(job: Job) -> RemoteCache:
+    """Where copies of remote objects are kept. They stay as long as it is open."""
+    return RemoteCache(Path(job.data.cache_folder), job.data.cache_bytes)
+
+
+def _read_data(job: Job, state: TrainState, remote: RemoteCache) -> TrainingData:
+    """What the job trains on and evaluates, from `state` on.
+
+    Raises:
+        JobError: the data cannot be used, or is not what the checkpoint was trained on.
+    """
+    spec = job.data
+
+    def local(specs: Sequence[SourceSpec]) -> list[SourceSpec]:
+        return [replace(each, paths=remote.localize(each.paths)) for each in specs]
+
+    return load_data(
+        local(spec.training),
+        _data_settings(job),
+        validation=local(spec.validation),
+        tokenizer=from_facts(spec.tokenizer),
+        saved=state.data,
+        position=state.consumed_samples,
+    )
+
+
+def _data_settings(job: Job) -> DataSettings:
+    spec = job.data
+    return DataSettings(
+        sequence_length=job.batch.sequence_length,
+        seed=job.seed,
+        eval_fraction=spec.held_out_fraction,
+        vocab_size=job.model.vocab_size,
+        cache_folder=Path(job.output_dir) / "data",
+        document_mask=spec.document_mask,
+        mask_document_end=spec.mask_document_end,
+        rules=Rules(spec.text_field, spec.on_bad_record),
+    )
 
 
 def _require_usable_numbers(job: Job, state: TrainState) -> None:

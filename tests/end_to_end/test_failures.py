@@ -22,7 +22,7 @@ from tests.harness.job import GRACE
 
 TWO_STAGES = {"pipeline": {"stages": 2}}
 # A rank may wait here for one to come that does not, with no connection to lose: the launcher ends it.
-MEETING = ("pipeline.training.run_data:load_data", "pipeline.training.run:build_engine")
+MEETING = ("pipeline.training.preparing:load_data", "pipeline.training.run:build_engine")
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_ranks_that_find_another_checkpoint_are_named(shop: Workshop):
 @pytest.mark.parametrize(
     "target",
     [
-        "pipeline.training.run_data:load_data",
+        "pipeline.training.preparing:load_data",
         "pipeline.training.run:build_engine",
         "pipeline.training.loop:agree_on_step",
         "pipeline.training.loop:evaluate",

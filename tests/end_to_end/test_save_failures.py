@@ -160,7 +160,7 @@ def stop_early(_: list[str], rank: int, target: str, victims: tuple[int, ...], s
     before_call(target, signalled)
 
 
-STARTING = ("pipeline.training.rank:read_job", "pipeline.training.run_data:load_data")
+STARTING = ("pipeline.training.rank:read_job", "pipeline.training.preparing:load_data")
 
 
 @pytest.mark.parametrize("target", STARTING)

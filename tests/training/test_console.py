@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import logging
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.training.console import (
+    WORK_OF_A_HOST,
     LiveConsole,
     NullConsole,
     PlainConsole,
@@ -20,6 +22,7 @@ from pipeline.training.console import (
     evaluation_line,
     make_console,
     printable,
+    show_job,
 )
 from pipeline.training.metrics import Best, EvalMetrics, StepMetrics
 from pipeline.training.quiet import captured_stdout
@@ -227,3 +230,28 @@ def test_a_run_outlives_its_display(stream: io.StringIO) -> None:
     console.start(["a line"])
     console.message("another")
     console.finish(["the last"])
+
+
+@pytest.mark.parametrize(("rank", "shown"), [(0, ["main", "folder"]), (1, ["folder"])])
+def test_what_modules_log_is_shown_by_rank_0_or_by_who_works_for_its_host(
+    rank: int, shown: list[str], capsys: pytest.CaptureFixture[str]
+):
+    loggers = [logging.getLogger(name) for name in ("pipeline", *WORK_OF_A_HOST)]
+    before = [(each.handlers[:], each.level) for each in loggers]
+    for each in loggers:
+        each.handlers.clear()
+    root = logging.getLogger()
+    level = root.level
+    try:
+        root.setLevel(logging.ERROR if rank else logging.WARNING)  # as `quiet_deepspeed` has it
+        loggers[0].setLevel(logging.NOTSET)
+        show_job(make_console(rank, total_steps=1, log_interval=1), rank)
+        logging.getLogger("pipeline.training.train").info("main")
+        logging.getLogger("pipeline.checkpoints.folder").warning("folder")
+    finally:
+        root.setLevel(level)
+        for each, (handlers, own) in zip(loggers, before, strict=True):
+            each.handlers[:] = handlers
+            each.setLevel(own)
+    said = capsys.readouterr()
+    assert (said.out.splitlines(), said.err) == (shown, "")
