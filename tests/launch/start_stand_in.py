@@ -15,4 +15,4 @@ from pipeline.launch.start import start_once
 options, job = split_arguments(sys.argv[1:])
 world = resolve_world(options.hostfile, num_gpus=options.num_gpus)
 stand_in = Path(__file__).parents[1] / "cluster" / "agent" / "stand_in.py"
-sys.exit(start_once(world, job[0], options, job, script=stand_in).code)
+sys.exit(start_once(world, job[0], options, job, script=stand_in).exit_code)
