@@ -3,7 +3,7 @@
     ./launch.sh --output_dir runs/picture | tee console.log
     python docs/picture.py console.log docs/run.svg
 
-Long stretches of steps are left out, which a line of dots says; nothing else is changed.
+The job's tables and long stretches of steps are left out, which a line of dots says; nothing else is changed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from rich.text import Text
 
 COMMAND = "$ ./launch.sh"
 WIDTH = 132
-# Lines of steps shown at the beginning and at the end of each stretch.
+# The check's last line: the tables stand before it.
+CHECKED = "This job can start."
+# Lines of steps and evaluations shown at the beginning and at the end of each stretch.
 FIRST, LAST = 3, 2
-_STEP = re.compile(r"step +\d+/\d+ \| loss ")
+_STEP = re.compile(r"step +\d+/\d+ \| ")
 # rich's own template loads its fonts from the network; whoever looks at the picture has a monospaced one.
 SVG = """<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 <style>
@@ -45,7 +47,9 @@ font-size: {char_height}px; line-height: {line_height}px; white-space: pre; }}
 
 
 def shortened(lines: Sequence[str]) -> Iterator[str]:
-    """The lines, with dots for the middle of each stretch of steps."""
+    """The lines, with dots for the job's tables and for the middle of each stretch of steps."""
+    if CHECKED in lines:
+        lines = ["...", *lines[lines.index(CHECKED) :]]
     for is_step, stretch in itertools.groupby(lines, lambda line: _STEP.match(line) is not None):
         found = list(stretch)
         if is_step and len(found) > FIRST + LAST:

@@ -219,9 +219,10 @@ def test_the_shown_run_has_the_form_of_a_run(clone: Path, environment: dict[str,
     output = output.replace(f"is on {socket.gethostname()};", "is on laptop;")
     excerpt = blocks("text")[1].text.partition("sample:\n")
     shown = excerpt[0] + excerpt[2][excerpt[2].rindex("\nfinished") :]
-    # Told only where it takes more than two seconds.
-    importing = {f"importing torch and DeepSpeed{rest}" for rest in (" ...", ": # s")}
-    assert set(shape(shown).splitlines()) - {"", "...", *importing} <= set(shape(output).splitlines())
+    # Printed only where it takes more than two seconds.
+    phases = ("importing torch and DeepSpeed", "building model and optimizer")
+    slow = {f"{phase}{rest}" for phase in phases for rest in (" ...", ": # s")}
+    assert set(shape(shown).splitlines()) - {"", "...", *slow} <= set(shape(output).splitlines())
 
 
 # JSON --------------------------------------------------------------------------------------------------

@@ -322,5 +322,8 @@ def test_the_image_is_pinned_and_runs_without_root_or_ssh() -> None:
     assert [value for name, value in found if name == "WORKDIR"] == ["/opt/pipeline"]
     copied = [word for name, value in found if name == "COPY" for word in value.split()[1:-1]]
     assert copied and all((ROOT / path).exists() for path in copied)
+    # The set-up's layer comes before the code's: launch.sh finds there what it runs.
+    places = [value for name, value in found if name == "COPY"]
+    assert any(value.endswith("pipeline/launch/install.py pipeline/launch/") for value in places)
     for folder in ("pipeline", "ds_configs", "hostfiles", "launch.sh", "constraints.txt"):
         assert folder in copied
