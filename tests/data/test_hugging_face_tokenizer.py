@@ -203,7 +203,7 @@ def test_the_check_refuses_what_the_run_would(bpe: Path, capsys: pytest.CaptureF
     assert check(["--world_size", "1", "--tokenizer", "nowhere", "--on_bad_record", "ignore"]) == 2
     said = " ".join(capsys.readouterr().out.split())
     assert "tokenizer = 'nowhere': is neither bytes nor a folder" in said
-    assert "on_bad_record = 'ignore': is neither stop nor skip" in said
+    assert "on_bad_record = 'ignore': must be one of stop, skip" in said
     assert check(["--world_size", "1", "--tokenizer", str(bpe), "--model", "tiny"]) == 2
     said = " ".join(capsys.readouterr().out.split())
     assert "tiny has 257 token ids, and the tokenizer" in said

@@ -55,12 +55,14 @@ class Job:
         return [json.loads(file.read_text()) for file in files]
 
     def ends(self, seconds: float = FAILURE_TIMEOUT + 25) -> int:
-        """The exit code; nothing is left on any host but what a login there has."""
+        """The exit code; seconds later nothing is left on any host but what a login there has."""
         code = self.process.wait(seconds)
         for name in WORKERS:
-            left = [line for line in self.hosts.processes(name) if "python" in line]
-            assert left == [], (name, left)
+            self.hosts.wait_until(lambda name=name: not self._left(name), 10, f"{name}, where processes stay")
         return code
+
+    def _left(self, name: str) -> list[str]:
+        return [line for line in self.hosts.processes(name) if "python" in line]
 
 
 def key_files(hosts: Hosts, name: str) -> set[str]:

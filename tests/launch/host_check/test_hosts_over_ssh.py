@@ -19,7 +19,7 @@ from tests.hosts.slurm import start_slurm, why_no_slurm
 
 pytestmark = pytest.mark.multihost
 PROJECT = Path(__file__).resolve().parents[3]
-SETTINGS = PROJECT / "pipeline" / "job" / "settings.py"
+SETTINGS = PROJECT / "pipeline" / "job" / "facts.py"
 
 
 def check(
