@@ -78,6 +78,13 @@ def reader_may_leave() -> Iterator[None]:
         sys.exit(EXIT_FAILED)
 
 
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """Those that the owner of a job takes: a job started with nohup must outlive its terminal, so an ignored
+    SIGHUP stays ignored."""
+    hang_up_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return STOP_SIGNALS[:-1] if hang_up_ignored else STOP_SIGNALS
+
+
 def take_stop_signals(handler: Callable[[int, FrameType | None], object]) -> None:
     """Let `handler` have them; one that the caller has been told to ignore (nohup) stays ignored."""
     for number in STOP_SIGNALS:

@@ -26,11 +26,11 @@ from types import FrameType
 
 import psutil
 
+from pipeline.base.command import stop_signals
 from pipeline.cluster.agent.coordinator import Coordinator
 from pipeline.cluster.agent.owned_process import KILL_SECONDS, adopting_orphans, descendants, kill_all
 from pipeline.cluster.agent.rank_table import signal_name
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # The process of the deepspeed launcher whose children are the ranks of this host.
 _RANKS_PARENT = "deepspeed.launcher.launch"
 _POLL_SECONDS = 0.1
@@ -89,7 +89,7 @@ class LauncherProcess:
         Raises:
             OSError: the command cannot be started.
         """
-        previous = {number: signal.signal(number, self._note) for number in _signals_to_take()}
+        previous = {number: signal.signal(number, self._note) for number in stop_signals()}
         # Ranks whose launch stands still are ended: Ctrl-Z is not for this.
         previous[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
         try:
@@ -199,12 +199,6 @@ class LauncherProcess:
 def describe_return(code: int) -> str:
     """The exit code of the launcher in words."""
     return f"was killed by {signal_name(-code)}" if code < 0 else f"ended (exit code {code})"
-
-
-def _signals_to_take() -> tuple[signal.Signals, ...]:
-    """A job started with nohup must outlive its terminal, so an ignored SIGHUP stays ignored."""
-    hang_up_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    return STOP_SIGNALS[:-1] if hang_up_ignored else STOP_SIGNALS
 
 
 def request_stop(launcher: int, number: signal.Signals = signal.SIGTERM) -> bool:

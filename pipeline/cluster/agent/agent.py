@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from pipeline.base.command import say
+from pipeline.base.command import say, stop_signals
 from pipeline.base.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_WRONG_JOB, JobError
 from pipeline.cluster.agent.connection import Connection, Message
 from pipeline.cluster.agent.coordinator import LOGS_FOLDER, Coordinator
@@ -48,8 +48,6 @@ from pipeline.cluster.outcome import Outcome, read_outcome, write_outcome
 from pipeline.cluster.rank_environment import RankEnvironment, free_port
 from pipeline.job.stop_file import stamped
 
-# What a rank is told when its agent is.
-PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _TICK_SECONDS = 0.2
 
 
@@ -195,9 +193,8 @@ class Agent:
         def note(number: int, _frame: FrameType | None) -> None:
             self._signals.append(number)
 
-        for number in PASSED_ON:
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
-                signal.signal(number, note)
+        for number in stop_signals():  # what the agent is told, its rank is
+            signal.signal(number, note)
         # A child's end, and every other signal, ends the wait for messages.
         signal.signal(signal.SIGCHLD, lambda *_: None)
         reader, writer = socket.socketpair()

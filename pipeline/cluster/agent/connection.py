@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, get_args
 
+from pipeline.base.command import STOP_SIGNALS
 from pipeline.cluster.agent.rank_table import Phase
 from pipeline.cluster.outcome import Kind, Status
 
@@ -201,7 +202,7 @@ _WORDS = {
     "phase": get_args(Phase),
     "status": get_args(Status),
     "kind": get_args(Kind),
-    "signal": ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"),
+    "signal": tuple(each.name for each in STOP_SIGNALS),
 }
 
 
