@@ -121,18 +121,28 @@ def find_managers(environ: Mapping[str, str]) -> tuple[Manager, ...]:
     return (SLURM,) if SLURM.rank in environ and SLURM.world_size in environ else ()
 
 
-def slurm_local_size(tasks_per_node: str, node: int) -> int:
-    """Tasks on node number `node` of a step, from Slurm's short form: ``2(x3),1`` is 2, 2, 2, 1.
+def slurm_counts(text: str) -> list[int]:
+    """Slurm's short form of one number of tasks per node: ``2(x3),1`` is 2, 2, 2, 1.
 
     Raises:
-        ValueError: the text has another form, or no such node.
+        ValueError: it is something else.
     """
     counts: list[int] = []
-    for part in tasks_per_node.split(","):
+    for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
             raise ValueError(f"{part!r} is no number of tasks")
         counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def slurm_local_size(tasks_per_node: str, node: int) -> int:
+    """Tasks on node number `node` of a step.
+
+    Raises:
+        ValueError: `tasks_per_node` is no list as `slurm_counts` reads it, or there is no such node.
+    """
+    counts = slurm_counts(tasks_per_node)
     if node >= len(counts):
         raise ValueError(f"it has {len(counts)} nodes, not number {node}")
     return counts[node]

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pipeline.base.problems import JobError, Problem
 from pipeline.cluster.hostfile import MAX_SLOTS, host_name_rule
 from pipeline.cluster.launcher_options import LauncherOptions
+from pipeline.cluster.rank_environment import slurm_counts
 from pipeline.job.world import Host
 
 _NODES_LINE = re.compile(r"^\s+Nodes=(\S+) .*\bGRES=(\S*)", re.MULTILINE)
@@ -109,7 +110,7 @@ def _slots(slots: int | None, names: Sequence[str], environ: Mapping[str, str], 
             gpus[name] = gpus.get(name, 0) + count_gpus(resources)
     if any(gpus.values()):
         return gpus
-    return dict(zip(names, expand_counts(environ.get("SLURM_TASKS_PER_NODE", "")), strict=False))
+    return dict(zip(names, task_counts(environ.get("SLURM_TASKS_PER_NODE", "")), strict=False))
 
 
 def count_gpus(resources: str) -> int:
@@ -118,20 +119,17 @@ def count_gpus(resources: str) -> int:
     return sum(int(entry[-1]) if entry[-1].isdecimal() else 1 for entry in entries if entry[0] == "gpu")
 
 
-def expand_counts(text: str) -> list[int]:
-    """Slurm's short form of one number per host: ``2(x3),1`` is 2, 2, 2, 1.
+def task_counts(text: str) -> list[int]:
+    """Tasks per host, as Slurm counts them (`slurm_counts`); none where it says nothing.
 
     Raises:
-        JobError: it is something else.
+        JobError: it says something else.
     """
-    counts = []
-    for part in filter(None, text.split(",")):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if match is None:
-            rule = "is not a list of counts such as 2(x3),1"
-            raise JobError([Problem("SLURM_TASKS_PER_NODE", text, rule, "Give --slots N instead")])
-        counts += [int(match[1])] * int(match[2] or 1)
-    return counts
+    try:
+        return slurm_counts(text) if text else []
+    except ValueError as error:
+        rule = "is not a list of counts such as 2(x3),1"
+        raise JobError([Problem("SLURM_TASKS_PER_NODE", text, rule, "Give --slots N instead")]) from error
 
 
 def _host_problems(name: str, slots: int) -> list[Problem]:

@@ -11,7 +11,7 @@ import pytest
 from pipeline import deploy
 from pipeline.base.problems import EXIT_WRONG_JOB, JobError
 from pipeline.cluster.hostfile import read_hostfile
-from pipeline.deployment.allocation import allocated_hosts, count_gpus, expand_counts
+from pipeline.deployment.allocation import allocated_hosts, count_gpus, task_counts
 from pipeline.job.world import Host
 
 # An excerpt of Slurm 22.05's, for --nodes=2 --gpus=3 on hosts with two GPUs and with one.
@@ -86,10 +86,11 @@ def test_gpus_are_counted_whatever_their_kind(resources: str, gpus: int) -> None
 
 
 def test_counts_are_expanded() -> None:
-    assert expand_counts("2(x3),1") == [2, 2, 2, 1]
-    assert expand_counts("8") == [8]
+    assert task_counts("2(x3),1") == [2, 2, 2, 1]
+    assert task_counts("8") == [8]
+    assert task_counts("") == []
     with pytest.raises(JobError, match="SLURM_TASKS_PER_NODE"):
-        expand_counts("2*3")
+        task_counts("2*3")
 
 
 def fake_scontrol(folder: Path, script: str) -> None:
