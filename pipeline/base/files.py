@@ -19,6 +19,8 @@ from typing import IO, TypeVar
 logger = logging.getLogger(__name__)
 
 _Self = TypeVar("_Self", bound="LineFile")
+# EACCES is what locks over a network may answer.
+_HELD = (errno.EAGAIN, errno.EACCES)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _POLL_SECONDS = 0.1
 _MESSAGE_SECONDS = 10.0
@@ -164,9 +166,8 @@ def file_lock(
         TimeoutError: another process held it for longer than `time_limit`.
     """
     with path.open("a") as lock:
-        wanted = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         begin, next_message = time.monotonic(), min(_PATIENCE_SECONDS, time_limit / 2)
-        while not _acquired(lock.fileno(), wanted):
+        while not lock_now(lock, shared):
             waited = time.monotonic() - begin
             if waited >= time_limit:
                 raise TimeoutError(f"another process has held {path} for more than {time_limit:.0f} s")
@@ -178,11 +179,18 @@ def file_lock(
         yield  # closing the file gives the lock up
 
 
-def _acquired(descriptor: int, wanted: int) -> bool:
+def lock_now(file: IO[str], shared: bool = False) -> bool:
+    """Lock an open file, without waiting; False where another process holds it.
+
+    Raises:
+        OSError: the file system has no locks.
+    """
     try:
-        fcntl.flock(descriptor, wanted | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _HELD:
+            return False
+        raise
     return True
 
 

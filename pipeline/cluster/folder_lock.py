@@ -21,28 +21,25 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import secrets
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import IO
 
 import psutil
 
-from pipeline.base.files import is_local, this_system
+from pipeline.base.command import say
+from pipeline.base.files import is_local, lock_now, this_system
 from pipeline.base.problems import JobError, Problem
 
 LOCK_FILE = "lock"
 LEASE_FILE = "lease.json"
-_HELD = (errno.EAGAIN, errno.EACCES)
 
 
 @dataclass(frozen=True)
@@ -122,7 +119,6 @@ class FolderLease:
     Attributes:
         lock_decides: A lock of this host's system was got, and nobody on other systems can write there.
         own: This process's lease.
-        say: Tells the user that a watch has begun.
         lost: What is done, in a thread, when another has taken the folder.
     """
 
@@ -131,7 +127,6 @@ class FolderLease:
     lock_works: bool = True
     own: Lease = field(default_factory=own_lease)
     timing: Timing = Timing()
-    say: Callable[[str], object] = print
     lost: Callable[[str], object] = _end_at_once
     _ended: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
@@ -185,7 +180,7 @@ class FolderLease:
         """Return when the lease has stayed as it is for long enough, or is gone."""
         lease = parse(content)
         holder = f"a job on {lease.host}" if lease else "another job"
-        self.say(f"{self.folder} may be in use by {holder}; watching it for {self.timing.expiry:g} s")
+        say(f"{self.folder} may be in use by {holder}; watching it for {self.timing.expiry:g} s")
         unchanged = 0.0
         while unchanged < self.timing.expiry:
             begin = time.monotonic()
@@ -226,6 +221,8 @@ class FolderLease:
 
     def _write(self) -> None:
         self.own = replace(self.own, beat=self.own.beat + 1)
+        # Not `replaced_atomically`: a beat must not wait for a busy disk, nobody needs it after a crash, and
+        # two hosts may have one process id.
         new = self.path.with_name(f"{LEASE_FILE}.{self.own.holder}")
         try:
             new.write_bytes(_line(self.own))
@@ -285,9 +282,8 @@ def only_job(output_dir: str | Path, timing: Timing = Timing()) -> Iterator[None
             folder.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context((folder / LOCK_FILE).open("a"))
             works = _lock(file, folder)
-            say = partial(print, file=sys.stderr, flush=True)
             decides = works and is_local(folder)
-            lease = FolderLease(folder, lock_decides=decides, lock_works=works, timing=timing, say=say)
+            lease = FolderLease(folder, lock_decides=decides, lock_works=works, timing=timing)
             lease.take()
         except OSError as error:
             rule = f"cannot be written: {error.strerror}"
@@ -306,11 +302,11 @@ def _lock(file: IO[str], folder: Path) -> bool:
         JobError: another job has it.
     """
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in _HELD:
-            raise JobError([_taken(folder, read_lease(folder))]) from error
+        is_free = lock_now(file)
+    except OSError:
         return False
+    if not is_free:
+        raise JobError([_taken(folder, read_lease(folder))])
     return True
 
 
@@ -325,11 +321,10 @@ def running_problems(output_dir: str | Path) -> list[Problem]:
         return []
     with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError as error:
-            held = error.errno in _HELD or (lease is not None and _is_alive(lease))
-            return [_taken(folder, lease)] if held else []
-    return []
+            is_free = lock_now(file, shared=True)
+        except OSError:
+            is_free = lease is None or not _is_alive(lease)
+    return [] if is_free else [_taken(folder, lease)]
 
 
 def _is_alive(lease: Lease) -> bool:

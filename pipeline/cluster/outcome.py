@@ -10,12 +10,12 @@ this start's rendezvous, which no other job on the host can hold at the same tim
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from pipeline.base.files import replaced_atomically
 from pipeline.base.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_WRONG_JOB
 
 OUTCOME_FILE = "outcome.json"
@@ -109,13 +109,8 @@ def write_outcome(output_dir: str | Path, outcome: Outcome, is_final: bool = Fal
     earlier = read_outcome(output_dir, outcome.master_port)
     if earlier is not None and earlier.status == "failed" and not is_final:
         return
-    draft = path.with_name(f"{OUTCOME_FILE}.{os.getpid()}")
-    try:
-        draft.write_text(json.dumps(outcome.written()) + "\n", encoding="utf-8")
-        draft.replace(path)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise
+    with replaced_atomically(path) as file:
+        file.write(json.dumps(outcome.written()).encode() + b"\n")
 
 
 def record_outcome(output_dir: str | Path, outcome: Outcome) -> None:

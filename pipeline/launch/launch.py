@@ -20,7 +20,7 @@ if __name__ == "__main__":
 
     take_stop_signals(leave_at_stop)
 
-from pipeline.base.command import say, take_stop_signals
+from pipeline.base.command import say, show_messages, take_stop_signals
 from pipeline.base.problems import EXIT_STOPPED, EXIT_WRONG_JOB, JobError
 from pipeline.job.options import Options
 from pipeline.job.report import console, print_problems
@@ -33,6 +33,7 @@ PROGRAM = "./launch.sh"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check, start, wait. Returns the documented exit code."""
     started_at = time.time()
+    show_messages(say, "pipeline.cluster.agent")  # what the coordinator logs
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         launcher, options, job_arguments = read_arguments(arguments, Options, PROGRAM)

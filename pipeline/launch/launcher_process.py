@@ -20,13 +20,13 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
 import psutil
 
-from pipeline.base.command import stop_signals
+from pipeline.base.command import say, stop_signals
 from pipeline.cluster.agent.coordinator import Coordinator
 from pipeline.cluster.agent.owned_process import KILL_SECONDS, adopting_orphans, descendants, kill_all
 from pipeline.cluster.agent.rank_table import signal_name
@@ -66,15 +66,11 @@ class LauncherProcess:
     Args:
         stop_timeout: Seconds between a first signal and the end by force; a second one (SIGUSR1, a batch
             system's warning, does not count) is the end at once.
-        say: Prints one line for the user.
         coordinator: Where the ranks' agents are connected; None where this host is started alone.
     """
 
-    def __init__(
-        self, stop_timeout: float, say: Callable[[str], None], coordinator: Coordinator | None = None
-    ) -> None:
+    def __init__(self, stop_timeout: float, coordinator: Coordinator | None = None) -> None:
         self._stop_timeout = stop_timeout
-        self._say = say
         self._coordinator = coordinator
         self._signals: list[signal.Signals] = []
         self._deadline: float | None = None
@@ -106,7 +102,7 @@ class LauncherProcess:
             for number, handler in previous.items():
                 signal.signal(number, handler)
         if left_behind and not self._signals and self._coordinator is None:
-            self._say("The launcher ended before its processes did; they have been ended, too.")
+            say("The launcher ended before its processes did; they have been ended, too.")
         code = process.wait()
         stopped_by = self._signals[0] if self._signals else None
         return LauncherExit(0 if self._all_left else code, stopped_by, killed, self._before_ranks)
@@ -164,10 +160,10 @@ class LauncherProcess:
             self._deadline = time.monotonic() + self._stop_timeout
             self._request_stop(process.pid)
         elif len(urgent := [each for each in self._signals if each != signal.SIGUSR1]) > 1:
-            self._say(f"{urgent[1].name}: ending every process now, nothing more is saved.")
+            say(f"{urgent[1].name}: ending every process now, nothing more is saved.")
             return True
         elif time.monotonic() > self._deadline:
-            self._say(f"Not at an end {self._stop_timeout:g} s after {self._signals[0].name}: killed.")
+            say(f"Not at an end {self._stop_timeout:g} s after {self._signals[0].name}: killed.")
             return True
         return False
 

@@ -96,7 +96,7 @@ def _coordinator(world: World, options: LauncherOptions, job_arguments: Sequence
         environment=rank_variables(os.environ, world.is_local),
         arguments=tuple(job_arguments),
     )
-    return Coordinator(settings, say, everywhere=not world.is_local)
+    return Coordinator(settings, everywhere=not world.is_local)
 
 
 def rank_variables(environ: Mapping[str, str], is_local: bool) -> tuple[tuple[str, str], ...]:
@@ -121,7 +121,7 @@ def run_launch(
     """
     if is_first_host:
         clear_outcome(output_dir)
-    ended = LauncherProcess(stop_timeout, say, coordinator).run(launch.command, launch.environment)
+    ended = LauncherProcess(stop_timeout, coordinator).run(launch.command, launch.environment)
     if coordinator is None:
         outcome = read_outcome(output_dir, launch.master_port)
     else:

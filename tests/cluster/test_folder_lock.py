@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from pipeline import check
+from pipeline.base import files
 from pipeline.base.problems import EXIT_WRONG_JOB, JobError
-from pipeline.cluster import folder_lock
 from pipeline.cluster.folder_lock import Timing, only_job, running_problems
 from pipeline.launch import launch, restart_loop
 
@@ -53,7 +53,7 @@ def test_a_file_system_without_locks_excludes_too(tmp_path: Path, monkeypatch: p
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(folder_lock.fcntl, "flock", no_locks)
+    monkeypatch.setattr(files.fcntl, "flock", no_locks)
     with only_job(tmp_path, Timing(settle=0.1)):
         assert "another job is running" in running_problems(tmp_path)[0].rule
         with pytest.raises(JobError, match="another job is running"), only_job(tmp_path):

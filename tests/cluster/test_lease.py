@@ -25,19 +25,21 @@ def on_host(folder: Path, host: str, **changes: Any) -> FolderLease:
     """The lease of a job on that host, which shares no locks with others."""
     own = replace(own_lease(), host=host, boot=f"boot of {host}")
     said: list[str] = []
-    settings = {"lock_decides": False, "timing": QUICK, "say": said.append, "lost": said.append, **changes}
+    settings = {"lock_decides": False, "timing": QUICK, "lost": said.append, **changes}
     lease = FolderLease(folder, own=own, **settings)
     lease.said = said
     return lease
 
 
-def test_a_second_host_is_refused_while_the_first_beats(tmp_path: Path) -> None:
+def test_a_second_host_is_refused_while_the_first_beats(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     first, second = on_host(tmp_path, "one"), on_host(tmp_path, "two")
     first.take()
     with pytest.raises(LeaseTaken) as caught:
         second.take()
     assert caught.value.lease.host == "one"
-    assert "a job on one" in second.said[0]
+    assert "a job on one" in capsys.readouterr().err
     first.release()
     assert read_lease(tmp_path) is None
     second.take()
@@ -147,13 +149,15 @@ def test_a_host_that_was_started_again_has_its_own_disk_at_once(tmp_path: Path) 
     after.release()
 
 
-def test_a_lease_that_is_garbage_is_watched_like_any(tmp_path: Path) -> None:
+def test_a_lease_that_is_garbage_is_watched_like_any(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "lease.json").write_bytes(b"{")
     lease = on_host(tmp_path, "one")
     begin = time.monotonic()
     lease.take()
     assert time.monotonic() - begin >= QUICK.expiry
-    assert "another job" in lease.said[0]
+    assert "another job" in capsys.readouterr().err
     lease.release()
 
 

@@ -132,9 +132,7 @@ def test_a_stop_before_there_are_ranks_says_so(
 ) -> None:
     script = tmp_path / "launcher.py"
     script.write_text(f"import os, time; os.kill(os.getppid(), {int(number)}); time.sleep(60)")
-    coordinator = (
-        Coordinator(CoordinatorSettings(2, "token", 60.0, None), print) if with_coordinator else None
-    )
+    coordinator = Coordinator(CoordinatorSettings(2, "token", 60.0, None)) if with_coordinator else None
     launch = Launch((sys.executable, str(script)), dict(os.environ), 7)
     began = time.monotonic()
     assert run_launch(launch, tmp_path, 20.0, coordinator).exit_code == 3
@@ -161,7 +159,7 @@ def test_a_rank_outside_the_checked_world_is_a_wrong_job(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """Whatever its launcher makes of the exit code."""
-    coordinator = Coordinator(CoordinatorSettings(2, "token", 60.0, None), print)
+    coordinator = Coordinator(CoordinatorSettings(2, "token", 60.0, None))
     (tmp_path / "key").touch(0o600)
     (tmp_path / "key").write_text("token")
     spec = LaunchSpec(
@@ -225,6 +223,6 @@ def test_an_interrupted_rank_that_does_not_listen_yet_prints_no_traceback(tmp_pa
 
 def test_handlers_are_put_back(tmp_path: Path) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
-    ended = LauncherProcess(1.0, print).run((sys.executable, "-c", "raise SystemExit(4)"), dict(os.environ))
+    ended = LauncherProcess(1.0).run((sys.executable, "-c", "raise SystemExit(4)"), dict(os.environ))
     assert ended == LauncherExit(4, None, False)
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before

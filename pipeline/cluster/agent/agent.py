@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from pipeline.base.command import say, stop_signals
+from pipeline.base.command import say, show_messages, stop_signals
 from pipeline.base.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_WRONG_JOB, JobError
 from pipeline.cluster.agent.connection import Connection, Message
 from pipeline.cluster.agent.coordinator import LOGS_FOLDER, Coordinator
@@ -58,6 +58,7 @@ def own_rank(argv: Sequence[str]) -> None:
     """
     if any(argument.startswith(OPTION) or argument in ("-h", "--help") for argument in argv):
         return
+    show_messages(say, "pipeline.cluster.agent")
     try:
         spec, arguments = split_launch_spec(argv[1:])
         key = _key_of_launch(spec)
@@ -169,7 +170,7 @@ class Agent:
         ports = direct_ports(place.master_port)
         for port in ports:
             with contextlib.suppress(OSError):
-                return Coordinator(settings, say, port, everywhere=place.world_size > place.local_size)
+                return Coordinator(settings, port, everywhere=place.world_size > place.local_size)
         raise Unreachable(
             f"other ranks' agents look at the ports {ports[0]} to {ports[-1]}, and none is free"
         )

@@ -11,10 +11,10 @@ end of every rank.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import selectors
 import time
-from collections.abc import Callable
 from typing import Any
 
 from pipeline.base.problems import EXIT_WRONG_JOB
@@ -31,6 +31,8 @@ from pipeline.cluster.agent.rank_table import (
 )
 from pipeline.cluster.outcome import Failure, Kind, Outcome
 
+logger = logging.getLogger(__name__)
+
 # In the output folder: a folder for each start, in it a file for each rank.
 LOGS_FOLDER = "logs"
 # After a first report, others may come in that were first.
@@ -44,7 +46,6 @@ class Coordinator:
     Args:
         port: Where to listen; 0: a free one.
         everywhere: On all addresses of this machine, not on the loopback one.
-        say: Prints for the user.
 
     Raises:
         OSError: the port is taken.
@@ -53,13 +54,11 @@ class Coordinator:
     def __init__(
         self,
         settings: CoordinatorSettings,
-        say: Callable[[str], None],
         port: int = 0,
         everywhere: bool = False,
     ) -> None:
         self._settings = settings
         self._limits = Limits.of(settings.failure_timeout)
-        self._say = say
         self.table = RankTable()
         self.outcome: Outcome | None = None
         self.master: tuple[str, int] | None = None
@@ -70,7 +69,7 @@ class Coordinator:
         self._agents: dict[int, Connection] = {}  # those that have gone included
         self._ranks: dict[Connection, int] = {}
         self._hang = HangDetector(settings.step_timeout)
-        self._phases = StartPhases(say)
+        self._phases = StartPhases()
         self._logs: str | None = None
         self._mark = secrets.token_hex(8)
         self.everywhere = everywhere
@@ -206,7 +205,7 @@ class Coordinator:
         if rank == 0:
             self.master = self._rendezvous(connection, hello)
             if self._settings.start_seconds is not None:
-                self._say(f"Rank 0 is on {state.name}; rendezvous at {self.master[0]}:{self.master[1]}.")
+                logger.info(f"Rank 0 is on {state.name}; rendezvous at {self.master[0]}:{self.master[1]}.")
         if self.master is not None:
             for each in list(self._agents.values()) if rank == 0 else [connection]:
                 self._welcome(each)
@@ -248,27 +247,20 @@ class Coordinator:
             if message.get("early") and self._stop is None:
                 self.stop("SIGTERM")  # the ranks have not met, and cannot agree on it
         elif what == "failure":
-            self._fail(
-                Failure(
-                    message["kind"],
-                    state.rank,
-                    message.get("step", state.step),
-                    message["message"],
-                    message.get("text", ""),
-                    time.monotonic(),
-                )
-            )
+            step, text = message.get("step", state.step), message.get("text", "")
+            kind, reason = message["kind"], message["message"]
+            self._fail(Failure(kind, state.rank, step, reason, text, time.monotonic()))
         elif what == "signal" and self._stop is None and state.ending is None:
-            self._say(f"{message['signal']} on {state.name}: every rank saves and ends.")
+            logger.info(f"{message['signal']} on {state.name}: every rank saves and ends.")
             self.stop("SIGTERM")
         elif what == "log":
             self._gather(state.rank, message["text"])
         elif what == "trouble" and (text := f"{state.name}: {message['text']}") not in self._troubles:
             self._troubles.add(text)  # of all ranks there
-            self._say(text)
+            logger.info(text)
         elif what == "missing" and state.rank == 0:
             where = self.table.places(rank for rank in message["ranks"] if type(rank) is int)
-            self._say(f"No logs have come of {where}: what there is of them is in {self._logs} there.")
+            logger.info(f"No logs have come of {where}: what there is of them is in {self._logs} there.")
         elif what == "stacks":
             self._hang.stacks(state.rank, message["text"])
         elif what == "ended":
@@ -281,7 +273,7 @@ class Coordinator:
             return
         if state.ending is not None:
             if (word := late_death(state)) is not None:
-                self._say(word)
+                logger.info(word)
             return
         # 2 is how an option parser ends, after its message.
         kind: Kind = "refused" if state.code == EXIT_WRONG_JOB else "died"
@@ -371,12 +363,12 @@ class Coordinator:
         if failure.rank is not None and failure.rank in self.table.states:
             where = f"rank {failure.rank} on {self.table.states[failure.rank].name}"
         if failure.kind == "refused":
-            self._say(failure.text.rstrip())
+            logger.info(failure.text.rstrip())
             return
         what = f"{where}: {failure.message}" if where else failure.message
         # Rank 0's output is on the console already.
         shown = failure.text and not (failure.kind == "died" and failure.rank == 0)
-        self._say(f"{what}\n{failure.text.rstrip()}" if shown else what)
+        logger.info(f"{what}\n{failure.text.rstrip()}" if shown else what)
 
     def _is_over(self, now: float) -> bool:
         if self._deadline is not None and now > self._deadline:
@@ -393,14 +385,14 @@ class Coordinator:
         port = self.master[1] if self.master else 0
         self.outcome = self.table.outcome(port)
         if lost := self.table.lost:
-            self._say(
+            logger.info(
                 f"The connection to {self.table.places(lost)} was lost: what still runs there holds its "
                 f"devices until it ends by itself, within {self._limits.silence:.0f} s, or later if the host "
                 "hangs."
             )
         if self._homeless:
             where = self.table.places(sorted(self._homeless))
-            self._say(
+            logger.info(
                 f"The first host, which gathers the logs, is gone: those of {where} stay in {self._logs}."
             )
         self._broadcast(do="release", outcome=self.outcome.written(), lost=self.table.lost)

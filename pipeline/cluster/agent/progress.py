@@ -6,6 +6,7 @@ importing torch and DeepSpeed: 13 s
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,8 @@ from pathlib import PurePath
 
 from pipeline.cluster.agent.rank_table import RankState, RankTable, rank_list
 from pipeline.cluster.outcome import Failure
+
+logger = logging.getLogger(__name__)
 
 # Shorter phases are not told.
 TOLD_SECONDS = 2.0
@@ -26,14 +29,9 @@ _WORDS = {
 
 
 class StartPhases:
-    """What has been said of the phases of one start.
+    """What has been said of the phases of one start."""
 
-    Args:
-        say: Prints for the user.
-    """
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(self) -> None:
         self._phase = ""
         self._since = 0.0
         self._is_long = False
@@ -45,12 +43,12 @@ class StartPhases:
             return
         if rank_0.phase != self._phase:
             if self._is_long:
-                self._say(f"{_WORDS[self._phase]}: {now - self._since:.0f} s")
+                logger.info(f"{_WORDS[self._phase]}: {now - self._since:.0f} s")
             self._phase, self._since, self._is_long = rank_0.phase, now, False
             self._is_over = rank_0.phase not in _WORDS
         elif not self._is_long and now - self._since > TOLD_SECONDS:
             self._is_long = True
-            self._say(f"{_WORDS[self._phase]} ...")
+            logger.info(f"{_WORDS[self._phase]} ...")
 
 
 # Unless the user says otherwise: a step may take this many times the longest of the last ones, ...

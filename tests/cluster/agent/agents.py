@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 import pytest
 
+from pipeline.base.command import show_messages
 from pipeline.cluster.agent.coordinator import Coordinator
 from pipeline.cluster.agent.handshake import introduce
 from pipeline.cluster.agent.launch_spec import CoordinatorSettings, LaunchSpec, encode
@@ -37,12 +38,13 @@ class Start:
     ) -> None:
         self.folder = folder
         self.said: list[str] = []
+        show_messages(self.said.append, "pipeline.cluster.agent")
         self.world_size = world_size
         self.arguments = arguments
         self.key_file = folder / "key"
         self.write_key(KEY)
         settings = CoordinatorSettings(world_size, KEY, TIMEOUT, step_timeout, arguments=arguments)
-        self.coordinator = Coordinator(settings, self.said.append)
+        self.coordinator = Coordinator(settings)
         self.agents: list[subprocess.Popen] = []
 
     def agent(

@@ -41,7 +41,7 @@ PLACE = RankEnvironment(1, 2, 1, 2, "127.0.0.1", 29500)
 
 @pytest.fixture
 def coordinator() -> Iterator[Coordinator]:
-    made = Coordinator(CoordinatorSettings(2, KEY, TIMEOUT, None), lambda _: None)
+    made = Coordinator(CoordinatorSettings(2, KEY, TIMEOUT, None))
     yield made
     made.close()
 
@@ -166,7 +166,7 @@ def test_only_rank_0_says_where_the_logs_are(coordinator: Coordinator, tmp_path:
 
 def test_logs_of_very_many_ranks_do_not_cut_rank_0_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coordinator_module, "MAX_UNSENT", 4 * 2**20)
-    coordinator = Coordinator(CoordinatorSettings(2, KEY, TIMEOUT, None), lambda _: None)
+    coordinator = Coordinator(CoordinatorSettings(2, KEY, TIMEOUT, None))
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.closing(coordinator))
         first = stack.enter_context(contextlib.closing(connect(coordinator)))  # reads nothing
@@ -283,9 +283,7 @@ def test_the_other_end_of_a_connection_inside_this_machine() -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_without_a_key_another_user_of_the_machine_is_turned_away(address: str) -> None:
-    coordinator = Coordinator(
-        CoordinatorSettings(2, KEY, TIMEOUT, None, key_is_public=True), lambda _: None, everywhere=True
-    )
+    coordinator = Coordinator(CoordinatorSettings(2, KEY, TIMEOUT, None, key_is_public=True), everywhere=True)
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.closing(coordinator))
         os.seteuid(65534)  # a socket belongs to who makes it

@@ -6,6 +6,7 @@ from typing import get_args
 
 import pytest
 
+from pipeline.base.command import show_messages
 from pipeline.cluster.agent.progress import _WORDS, StartPhases, grouped_stacks
 from pipeline.cluster.agent.rank_table import Phase, RankState
 
@@ -61,7 +62,8 @@ def test_equal_stacks_are_shown_once() -> None:
 
 def test_long_phases_are_told_when_they_are_long_and_when_they_end() -> None:
     said: list[str] = []
-    phases = StartPhases(said.append)
+    show_messages(said.append, "pipeline.cluster.agent")
+    phases = StartPhases()
     phases.look(None, 0.0)
     state = RankState(0, 0, "h", 0.0)
     for now, phase, expected in (
