@@ -12,7 +12,7 @@
         │ starts      │ starts     │
         ▼             ▼            │
       rank 0        rank 1         └── (every agent)
-        └ workers     └ workers                      rank_link, rank_output, owned_process
+        └ workers     └ workers                      rank_process, rank_link, rank_output
 
 Who starts whom: `./launch.sh` has the coordinator and starts the launcher (`launch.launcher_process`), which
 starts `pretrain.py` once for each rank. Such a process is the rank's agent. When the coordinator has named

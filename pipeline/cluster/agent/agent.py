@@ -27,7 +27,7 @@ from types import FrameType
 
 from pipeline.base.command import say, show_messages, stop_signals
 from pipeline.base.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_WRONG_JOB, JobError
-from pipeline.cluster.agent.connection import Connection, Message
+from pipeline.cluster.agent.connection import Message
 from pipeline.cluster.agent.coordinator import LOGS_FOLDER, Coordinator
 from pipeline.cluster.agent.coordinator_client import CoordinatorClient, Unreachable, tell_refusal
 from pipeline.cluster.agent.handshake import forget_key, read_key
@@ -41,12 +41,11 @@ from pipeline.cluster.agent.launch_spec import (
     placed,
     split_launch_spec,
 )
-from pipeline.cluster.agent.owned_process import OwnedProcess
-from pipeline.cluster.agent.rank_link import OPTION, STACKS_SIGNAL, Inherited
-from pipeline.cluster.agent.rank_output import RankOutput, forget_old_starts, is_start_name
+from pipeline.cluster.agent.rank_link import OPTION
+from pipeline.cluster.agent.rank_output import forget_old_starts, is_start_name
+from pipeline.cluster.agent.rank_process import RankProcess
 from pipeline.cluster.outcome import Outcome, read_outcome, write_outcome
 from pipeline.cluster.rank_environment import RankEnvironment, free_port
-from pipeline.job.stop_file import stamped
 
 _TICK_SECONDS = 0.2
 
@@ -114,7 +113,6 @@ class Agent:
         self._spec = spec
         self._key = key or direct_key(environment)
         self._environment = environment
-        self._command = [*command]
         self._arguments = [*arguments]
         self._limits = Limits.of(spec.failure_timeout)
         self._signals: list[int] = []
@@ -122,20 +120,13 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._coordinator = self._own_coordinator()
         self._client = CoordinatorClient(spec, self._key, environment, self._hello(), self._limits)
-        self._output = RankOutput(environment.rank)
-        self._link: Connection | None = None
-        self._process: OwnedProcess | None = None
-        self._by_agent = False
-        self._said_ending = False
+        pause = min(1.0, self._limits.beat)
+        self._rank = RankProcess(spec, command, environment.rank, pause, self._selector)
+        self._output = self._rank.output
         self._kill_at: float | None = None
-        self._stacks_at: float | None = None
         self._reported: float | None = None  # when the rank's end was reported
         self._outcome: Outcome | None = None
         self._released = False
-        self._progress: Message | None = None
-        self._progress_sent = 0.0
-        self._phase = ""
-        self._step = 0
         self._mark = ""
         self._folder: Path | None = None  # where the rank's job writes
         self._log_order: Message | None = None
@@ -147,8 +138,7 @@ class Agent:
             while not self._is_done():
                 self._turn()
         finally:
-            if self._process is not None:
-                self._process.kill()
+            self._rank.end_descendants()
         self._farewell()
         return self._exit_code()
 
@@ -217,25 +207,7 @@ class Agent:
             if place.rank == 0 and not is_free_port(port):
                 self._give_up(f"port {port} of the rendezvous is in use on {socket.gethostname()}", "error")
                 return
-        mine, its = socket.socketpair()
-        stacks = self._output.stacks
-        inherited = Inherited(its.fileno(), stacks.fileno(), self._spec.hosts, self._spec.batch)
-        arguments = [*self._arguments, *order["arguments"]]
-        if place.rank == 0:
-            arguments = stamped(arguments)
-        command = [*self._command, inherited.argument(), *arguments]
-        variables = dict(os.environ) | order["environment"] | place.variables()
-        stdout, stderr = self._output.open()
-        self._process = OwnedProcess(command, variables, stdout, stderr, (its.fileno(), stacks.fileno()))
-        its.close()
-        self._output.started()
-        where = (
-            f"rank {place.rank} of {place.world_size} on {socket.gethostname()}, process {self._process.pid}"
-        )
-        self._output.log(f"[agent] {where}, {time.strftime('%Y-%m-%d %H:%M:%S %z')}\n".encode())
-        self._link = Connection(mine)
-        for item in (self._link, *self._output.readers):
-            self._selector.register(item, selectors.EVENT_READ)
+        self._rank.start(place, [*self._arguments, *order["arguments"]], order["environment"])
         if order["logs"]:
             self._log_to(order)
 
@@ -265,40 +237,12 @@ class Agent:
             if number in (signal.SIGTERM, signal.SIGUSR1):  # this host may be taken away: all are to save
                 self._client.send(signal=signal.Signals(number).name, **{"is": "signal"})
 
-    def _listen_to_rank(self) -> None:
-        for ended in self._output.pump():
-            self._selector.unregister(ended)
-        if self._link is None:
-            return
-        for message in self._link.receive():
-            self._pass_report_on(message)
-        if self._link.closed and self._link.fileno() >= 0:
-            self._selector.unregister(self._link)
-            self._link.close()
-        now = time.monotonic()
-        if self._progress is not None and now - self._progress_sent >= min(1.0, self._limits.beat):
-            self._client.send(**self._progress)
-            self._progress, self._progress_sent = None, now
-
-    def _pass_report_on(self, message: Message) -> None:
-        what = message.get("is")
-        if what == "progress":  # a tiny model takes a hundred steps a second
-            self._progress, self._step = message, message["step"]
-            if message["phase"] == self._phase:
-                return
-            self._phase, what = message["phase"], ""
-        if what == "failure":
-            self._output.log((message["text"].rstrip() + "\n").encode())
-        if what == "folder":
-            self._folder = Path(message["path"])
-            if self._log_order is not None:
-                self._log_to(self._log_order)
-        if what == "ending":
-            self._said_ending = True
-        if self._progress is not None:
-            self._client.send(**self._progress)
-            self._progress = None
-        if what:
+    def _listen_to_rank(self, all_of_it: bool = False) -> None:
+        for message in self._rank.reports(all_of_it):
+            if message["is"] == "folder":
+                self._folder = Path(message["path"])
+                if self._log_order is not None:
+                    self._log_to(self._log_order)
             self._client.send(**message)
 
     def _listen_to_coordinator(self) -> None:
@@ -312,12 +256,12 @@ class Agent:
 
     def _obey(self, order: Message) -> None:
         what = order["do"]
-        if what == "start" and self._process is None and self._reported is None:
+        if what == "start" and not self._rank.is_started and self._reported is None:
             self._start_rank(order)
         elif what == "stop":
             self._stop(signal.Signals[order["signal"]])
         elif what == "stacks":
-            self._ask_for_stacks()
+            self._rank.ask_for_stacks()
         elif what == "end":
             self._kill_at = min(
                 self._kill_at or time.monotonic() + order["grace"], time.monotonic() + order["grace"]
@@ -337,8 +281,8 @@ class Agent:
                 self._kill()
 
     def _stop(self, number: int) -> None:
-        if self._process is not None:
-            self._process.send_signal(number)
+        if self._rank.is_started:
+            self._rank.send_signal(number)
         elif self._reported is None:
             self._give_up(f"{signal.Signals(number).name} before the first step", "early")
 
@@ -355,11 +299,6 @@ class Agent:
         if self._environment.local_rank == 0:
             forget_old_starts(folder.parent)
 
-    def _ask_for_stacks(self) -> None:
-        if self._process is not None:
-            self._process.send_signal(STACKS_SIGNAL)
-            self._stacks_at = time.monotonic() + 1.0
-
     def _look_after_rank(self) -> None:
         now = time.monotonic()
         self._client.beat(now)
@@ -367,42 +306,32 @@ class Agent:
             self._give_up("the launcher that started it is gone", "launcher")
         if trouble := self._output.new_trouble():
             self._client.send(text=trouble, **{"is": "trouble"})
-        if self._stacks_at is not None and now >= self._stacks_at:
-            self._stacks_at = None
-            text = self._output.take_stacks()
-            self._output.log(text.encode())
+        if (text := self._rank.take_stacks(now)) is not None:
             self._client.send(text=text, **{"is": "stacks"})
         if self._kill_at is not None and now >= self._kill_at and self._reported is None:
             self._kill()
-        if self._process is not None and self._process.poll() is not None and self._reported is None:
-            self._report_end(self._process.code)
+        if self._rank.has_ended() and self._reported is None:
+            self._report_end()
 
     def _kill(self) -> None:
-        self._by_agent = True
-        if self._process is None:
-            self._report_end(EXIT_FAILED)
-            return
-        self._process.kill()
-        self._report_end(-signal.SIGKILL if self._process.code is None else self._process.code)
+        self._rank.kill()
+        self._report_end()
 
     def _give_up(self, reason: str, kind: str) -> None:
         """Something that the rank needs is gone: say so, where anybody hears it, and end it."""
-        self._client.send(kind=kind, step=self._step, message=reason, **{"is": "failure"})
+        self._client.send(kind=kind, step=self._rank.step, message=reason, **{"is": "failure"})
         self._output.log(f"[agent] {reason}; the rank is ended\n".encode())
         self._kill()
 
-    def _report_end(self, code: int | None) -> None:
-        """The rank has ended: end what it has left behind, and take its last words."""
-        if self._process is not None:
-            self._process.kill()
-        self._listen_to_rank()
+    def _report_end(self) -> None:
+        """The rank has ended: end what it has left behind, and take the last of its reports and output."""
+        self._rank.end_descendants()
+        self._listen_to_rank(all_of_it=True)
         self._output.finish()
-        if self._progress is not None:
-            self._client.send(**self._progress)
         if self._environment.rank != 0 and (text := self._output.kept_elsewhere(self._mark)):
             self._client.send(text=text, **{"is": "log"})
-        tail = self._output.tail()
-        self._client.send(code=code, by_agent=self._by_agent, tail=tail, **{"is": "ended"})
+        how = {"code": self._rank.status, "by_agent": self._rank.is_killed, "tail": self._output.tail()}
+        self._client.send(**how, **{"is": "ended"})
         self._reported = time.monotonic()
 
     # End ------------------------------------------------------------------------------------------------
@@ -433,22 +362,15 @@ class Agent:
         if self._outcome is not None:
             write_outcome(folder, replace(self._outcome, master_port=port), is_final=True)
         elif read_outcome(folder, port) is None:  # there is nobody to say how it ended
-            outcome = Outcome("failed", self._step, port, self._environment.rank, self._client.lost)
+            outcome = Outcome("failed", self._rank.step, port, self._environment.rank, self._client.lost)
             write_outcome(folder, outcome)
 
     def _exit_code(self) -> int:
         outcome = self._outcome
         if outcome is not None and outcome.status == "stopped":
             return EXIT_STOPPED  # before it had begun, too
-        if outcome is not None and outcome.status == "finished" and self._said_ending:
-            return EXIT_FINISHED  # whatever it died of behind its last word, which the coordinator tells
+        if outcome is not None and outcome.status == "finished" and self._rank.said_ending:
+            return EXIT_FINISHED  # whatever it died of after that report, which the coordinator tells
         if self._client.is_wrong_job or (outcome is not None and outcome.status == "wrong_job"):
             return EXIT_WRONG_JOB
-        if self._process is None:
-            return EXIT_FAILED
-        code = self._process.code
-        if code is None or self._by_agent:
-            return EXIT_FAILED
-        if code == 0 and not self._said_ending:
-            return EXIT_FAILED
-        return code if code >= 0 else 128 - code
+        return self._rank.exit_code

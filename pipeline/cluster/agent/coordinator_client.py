@@ -9,10 +9,9 @@ import socket
 import time
 from typing import Any
 
-from pipeline.cluster.agent.connection import Connection, Message, is_order
+from pipeline.cluster.agent.connection import Connection, Message, is_order, leads_to_another_user
 from pipeline.cluster.agent.handshake import introduce, is_proven
 from pipeline.cluster.agent.launch_spec import LaunchSpec, Limits, direct_ports
-from pipeline.cluster.agent.socket_owner import leads_to_another_user
 from pipeline.cluster.rank_environment import RankEnvironment
 from pipeline.job.world import LOOPBACK
 

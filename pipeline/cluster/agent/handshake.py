@@ -29,9 +29,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from pipeline.cluster.agent.connection import Connection, Message, listen, make_room
+from pipeline.cluster.agent.connection import Connection, Message, comes_from_another_user, listen, make_room
 from pipeline.cluster.agent.owned_process import new_file_in_memory
-from pipeline.cluster.agent.socket_owner import comes_from_another_user
 
 _LONGEST_KEY = 256
 

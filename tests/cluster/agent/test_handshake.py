@@ -18,7 +18,14 @@ import pytest
 
 from pipeline.cluster.agent import coordinator as coordinator_module
 from pipeline.cluster.agent import handshake
-from pipeline.cluster.agent.connection import ORDERS, is_order, is_report
+from pipeline.cluster.agent.connection import (
+    ORDERS,
+    comes_from_another_user,
+    is_inside,
+    is_order,
+    is_report,
+    leads_to_another_user,
+)
 from pipeline.cluster.agent.coordinator import Coordinator
 from pipeline.cluster.agent.coordinator_client import CoordinatorClient
 from pipeline.cluster.agent.handshake import (
@@ -31,7 +38,6 @@ from pipeline.cluster.agent.handshake import (
     read_key,
 )
 from pipeline.cluster.agent.launch_spec import CoordinatorSettings, LaunchSpec, Limits
-from pipeline.cluster.agent.socket_owner import comes_from_another_user, is_inside, leads_to_another_user
 from pipeline.cluster.rank_environment import RankEnvironment
 
 KEY = "the key"

@@ -1,0 +1,181 @@
+"""The rank that an agent has started: its process, what it reports, what it writes. No torch."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Mapping, Sequence
+
+from pipeline.base.problems import EXIT_FAILED
+from pipeline.cluster.agent.connection import Connection, Message
+from pipeline.cluster.agent.launch_spec import LaunchSpec
+from pipeline.cluster.agent.owned_process import OwnedProcess
+from pipeline.cluster.agent.rank_link import STACKS_SIGNAL, Inherited
+from pipeline.cluster.agent.rank_output import RankOutput
+from pipeline.cluster.rank_environment import RankEnvironment
+from pipeline.job.stop_file import stamped
+
+_STACKS_SECONDS = 1.0
+
+
+class RankProcess:
+    """One rank, from before its start to its end.
+
+    Args:
+        command: Starts it, before its arguments.
+        progress_seconds: Between two reports of its progress within a phase, of which a tiny model makes a
+            hundred a second.
+        selector: Where everything that it may be heard on is registered.
+
+    Attributes:
+        output: Its streams, and its log.
+        step: Optimizer steps done, as far as it has reported.
+        is_killed: It was not left to end by itself.
+        said_ending: It has reported a good end.
+    """
+
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        command: Sequence[str],
+        rank: int,
+        progress_seconds: float,
+        selector: selectors.BaseSelector,
+    ) -> None:
+        self._spec = spec
+        self._command = [*command]
+        self._progress_seconds = progress_seconds
+        self._selector = selector
+        self.output = RankOutput(rank)
+        self.step = 0
+        self.is_killed = False
+        self.said_ending = False
+        self._process: OwnedProcess | None = None
+        self._link: Connection | None = None
+        self._phase = ""
+        self._progress: Message | None = None
+        self._progress_sent = 0.0
+        self._stacks_at: float | None = None
+
+    def start(self, place: RankEnvironment, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start it at its place. `environment`: variables beside those of this process.
+
+        Raises:
+            OSError: the command cannot be started.
+        """
+        mine, its = socket.socketpair()
+        stacks = self.output.stacks
+        inherited = Inherited(its.fileno(), stacks.fileno(), self._spec.hosts, self._spec.batch)
+        given = stamped(arguments) if place.rank == 0 else arguments
+        command = [*self._command, inherited.argument(), *given]
+        variables = dict(os.environ) | environment | place.variables()
+        stdout, stderr = self.output.open()
+        self._process = OwnedProcess(command, variables, stdout, stderr, (its.fileno(), stacks.fileno()))
+        its.close()
+        self.output.started()
+        pid, host = self._process.pid, socket.gethostname()
+        where = f"rank {place.rank} of {place.world_size} on {host}, process {pid}"
+        self.output.log(f"[agent] {where}, {time.strftime('%Y-%m-%d %H:%M:%S %z')}\n".encode())
+        self._link = Connection(mine)
+        for item in (self._link, *self.output.readers):
+            self._selector.register(item, selectors.EVENT_READ)
+
+    @property
+    def is_started(self) -> bool:
+        """Whether there is, or was, a process."""
+        return self._process is not None
+
+    def has_ended(self) -> bool:
+        """Whether it was started and is gone."""
+        return self._process is not None and self._process.poll() is not None
+
+    def send_signal(self, number: int) -> None:
+        """Signal it, if it is there."""
+        if self._process is not None:
+            self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """Kill it, and whatever it has started."""
+        self.is_killed = True
+        self.end_descendants()
+
+    def end_descendants(self) -> None:
+        """Kill what there still is of it, and wait for the end."""
+        if self._process is not None:
+            self._process.kill()
+
+    # What it says ---------------------------------------------------------------------------------------
+
+    def reports(self, all_of_them: bool = False) -> list[Message]:
+        """What is to be told of it now, and with `all_of_them` what would have waited for a while. Its output
+        goes where it belongs."""
+        for ended in self.output.pump():
+            self._selector.unregister(ended)
+        told: list[Message] = []
+        if self._link is not None:
+            for message in self._link.receive():
+                told += self._take(message)
+            if self._link.closed and self._link.fileno() >= 0:
+                self._selector.unregister(self._link)
+                self._link.close()
+        now = time.monotonic()
+        if all_of_them or now - self._progress_sent >= self._progress_seconds:
+            waiting = self._take_progress()
+            self._progress_sent = now if waiting else self._progress_sent
+            told += waiting
+        return told
+
+    def _take(self, message: Message) -> list[Message]:
+        """What of this message, and of what waits, is told at once: progress within a phase is not."""
+        what = message.get("is")
+        if what == "progress":
+            self._progress, self.step = message, message["step"]
+            if message["phase"] == self._phase:
+                return []
+            self._phase = message["phase"]
+            return self._take_progress()
+        if what == "failure":
+            self.output.log((message["text"].rstrip() + "\n").encode())
+        if what == "ending":
+            self.said_ending = True
+        return [*self._take_progress(), message]
+
+    def _take_progress(self) -> list[Message]:
+        waiting, self._progress = self._progress, None
+        return [] if waiting is None else [waiting]
+
+    def ask_for_stacks(self) -> None:
+        """Let it write where it is."""
+        if self._process is not None:
+            self._process.send_signal(STACKS_SIGNAL)
+            self._stacks_at = time.monotonic() + _STACKS_SECONDS
+
+    def take_stacks(self, now: float) -> str | None:
+        """What it has written, once, when it has had its time; it may be nothing."""
+        if self._stacks_at is None or now < self._stacks_at:
+            return None
+        self._stacks_at = None
+        text = self.output.take_stacks()
+        self.output.log(text.encode())
+        return text
+
+    # How it ended ---------------------------------------------------------------------------------------
+
+    @property
+    def status(self) -> int | None:
+        """How it ended, in `subprocess` convention; None while it runs."""
+        if self._process is None:
+            return EXIT_FAILED if self.is_killed else None
+        # A process that is held in a driver's call ends as soon as that returns.
+        return -signal.SIGKILL if self._process.code is None and self.is_killed else self._process.code
+
+    @property
+    def exit_code(self) -> int:
+        """The agent's, where nothing but the rank's end tells."""
+        code = None if self._process is None else self._process.code
+        if code is None or self.is_killed or (code == 0 and not self.said_ending):
+            return EXIT_FAILED
+        return code if code >= 0 else 128 - code
