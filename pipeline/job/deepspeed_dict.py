@@ -1,4 +1,20 @@
-"""The dict that `deepspeed.initialize(config=...)` receives (--print_config prints it), and the monitors."""
+"""The dict that `deepspeed.initialize(config=...)` receives (--print_config prints it), and the monitors.
+
+It holds what DeepSpeed needs and nothing that it would interpret in its own way:
+
+- No train_batch_size: sequence ranks are part of DeepSpeed's data axis, so that its product would be
+  sequence_parallel_size times the real one. Micro-batch and accumulation steps say it all.
+- gradient_clipping always, because its absence means 1.0.
+- communication_data_type always: its absence means the weights' format, in which DeepSpeed would round
+  the fp32 sums of bf16 weights before it adds those of other ranks.
+- comms_logger only where it is on: DeepSpeed takes the block itself for "enabled".
+- No optimizer and no scheduler: both are built here.
+- No monitors: the engines would write what they know, a loss scaled for their own averaging, the rate of
+  the next step, samples counted once per sequence rank. The job feeds the monitors its own numbers.
+- Whole activations between pipeline stages: partitioned ones need tensors that divide by the tensor
+  size, and tensor peers hold equal ones anyway.
+- No tensor_parallel and no sequence_parallel_size: these would start DeepSpeed's own slicing.
+"""
 
 from __future__ import annotations
 
@@ -28,20 +44,10 @@ def deepspeed_dict(
     reduce_bucket: int | None,
     log_interval: int,
 ) -> dict[str, Any]:
-    """What DeepSpeed needs and nothing that it would interpret in its own way.
+    """The dict of a job.
 
-    - No train_batch_size: sequence ranks are part of DeepSpeed's data axis, so that its product would be
-      sequence_parallel_size times the real one. Micro-batch and accumulation steps say it all.
-    - gradient_clipping always, because its absence means 1.0.
-    - communication_data_type always: its absence means the weights' format, in which DeepSpeed would round
-      the fp32 sums of bf16 weights before it adds those of other ranks.
-    - comms_logger only where it is on: DeepSpeed takes the block itself for "enabled".
-    - No optimizer and no scheduler: both are built here.
-    - No monitors: the engines would write what they know, a loss scaled for their own averaging, the rate of
-      the next step, samples counted once per sequence rank. The job feeds the monitors its own numbers.
-    - Whole activations between pipeline stages: partitioned ones need tensors that divide by the tensor
-      size, and tensor peers hold equal ones anyway.
-    - No tensor_parallel and no sequence_parallel_size: these would start DeepSpeed's own slicing.
+    Args:
+        reduce_bucket: Elements to reduce at a time; None where the JSON says it or nothing reads it.
     """
     config = settings.config
     values = _passed("", settings.values)
@@ -57,12 +63,11 @@ def deepspeed_dict(
     values["communication_data_type"] = config.communication_data_type or precision.accumulation
     if not config.comms_logger.enabled:
         values.pop("comms_logger", None)
-    values["bf16"] = {**values.get("bf16", {}), "enabled": precision.compute == "bf16"}
-    values["fp16"] = {**values.get("fp16", {}), "enabled": precision.compute == "fp16"}
-    stage = config.zero_optimization.stage
-    values["zero_optimization"] = {"stage": stage, **values.get("zero_optimization", {})}
-    if reduce_bucket is not None:
-        values["zero_optimization"]["reduce_bucket_size"] = reduce_bucket
+    for name in ("bf16", "fp16"):
+        values[name] = {**values.get(name, {}), "enabled": precision.compute == name}
+    bucket = {} if reduce_bucket is None else {"reduce_bucket_size": reduce_bucket}
+    zero = {"stage": config.zero_optimization.stage, **values.get("zero_optimization", {})}
+    values["zero_optimization"] = zero | bucket
     if "steps_per_print" not in values:
         values["steps_per_print"] = log_interval if values.get("wall_clock_breakdown") else NEVER
     return dict(sorted(values.items()))

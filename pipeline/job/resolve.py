@@ -282,12 +282,8 @@ def _check_folder(facts: Facts, draft: Draft) -> None:
 def _assemble(facts: Facts, draft: Draft) -> Job:
     options, settings, steps = facts.options, facts.settings, known(draft.train_steps)
     output_dir, clipping = _output_dir(facts, draft), _clipping(facts, draft)
-    bucket = reduce_bucket(facts, known(draft.stages))
-    if bucket is not None:
-        draft.resolved.append(bucket)
     batch, precision = known(draft.batch), known(draft.precision)
-    bucket_size = bucket.value if bucket else None
-    passed = deepspeed_dict(settings, batch, precision, clipping, bucket_size, options.log_interval)
+    bucket = _reduce_bucket(facts, draft)
     return Job(
         options=options,
         world=facts.world,
@@ -305,13 +301,7 @@ def _assemble(facts: Facts, draft: Draft) -> Job:
         activation_checkpointing=facts.config.activation_checkpointing.mode,
         train_steps=steps,
         eval_interval=_eval_interval(options, steps, draft),
-        saves=SaveRules(
-            interval=options.save_interval or 0,
-            in_background=options.async_save,
-            stop_on_failure=options.save_failure == "stop",
-            keep_last=options.keep_last,
-            keep_every=options.keep_every,
-        ),
+        saves=_saves(options),
         stops=StopRules(_time_limit(options), options.started_at, options.stop_file, options.stop_stamp),
         reporting=Reporting(
             options.log_interval, options.log_samples, options.sample_tokens, options.sample_prompt
@@ -322,7 +312,7 @@ def _assemble(facts: Facts, draft: Draft) -> Job:
         gradient_clipping=clipping,
         optimizer=known(draft.optimizer),
         output_dir=output_dir,
-        deepspeed=passed,
+        deepspeed=deepspeed_dict(settings, batch, precision, clipping, bucket, options.log_interval),
         monitors=resolved_monitors(settings, output_dir),
         json=settings.written,
         resolved=tuple(draft.resolved),
@@ -345,6 +335,24 @@ def _data(facts: Facts, draft: Draft, output_dir: str) -> DataSpec:
         eval_samples=options.eval_samples,
         cache_folder=options.cache_dir or str(Path(output_dir) / "data" / "remote"),
         cache_bytes=int(options.cache_size * 1e9),
+    )
+
+
+def _reduce_bucket(facts: Facts, draft: Draft) -> int | None:
+    bucket = reduce_bucket(facts, known(draft.stages))
+    if bucket is None:
+        return None
+    draft.resolved.append(bucket)
+    return bucket.value
+
+
+def _saves(options: Options) -> SaveRules:
+    return SaveRules(
+        interval=options.save_interval or 0,
+        in_background=options.async_save,
+        stop_on_failure=options.save_failure == "stop",
+        keep_last=options.keep_last,
+        keep_every=options.keep_every,
     )
 
 
