@@ -24,6 +24,7 @@ from pipeline.checkpoints.export.arguments import (
 )
 from pipeline.checkpoints.resume import checkpoint_at
 from pipeline.hugging_face.families import family_of
+from pipeline.job.options import read_command_line
 from pipeline.job.report import console, print_problems
 from pipeline.training.quiet import quiet_deepspeed
 
@@ -55,13 +56,7 @@ class ExportOptions:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Export; the exit code."""
-    options = tyro.cli(
-        ExportOptions,
-        args=arguments,
-        prog=PROGRAM,
-        use_underscores=True,
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
+    options = read_command_line(ExportOptions, arguments, PROGRAM)
     try:
         with end_interrupts():
             quiet_deepspeed(0)

@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import tyro
-
 from pipeline.base.command import run_command, show_messages
 from pipeline.base.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, JobError
 from pipeline.checkpoints.export.generation import GenerateOptions, length_problems, option_problems, sampling
 from pipeline.checkpoints.resume import checkpoint_at, is_checkpoint
+from pipeline.job.options import read_command_line
 from pipeline.job.report import console, print_problems
 from pipeline.training.quiet import quiet_deepspeed
 
@@ -29,13 +28,7 @@ PROGRAM = "python -m pipeline.generate"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Generate; the exit code."""
-    options = tyro.cli(
-        GenerateOptions,
-        args=arguments,
-        prog=PROGRAM,
-        use_underscores=True,
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
+    options = read_command_line(GenerateOptions, arguments, PROGRAM)
     try:
         if problems := list(option_problems(options)):
             raise JobError(problems)

@@ -34,7 +34,7 @@ from pipeline.data.tokenizer import (
     tokenizer_facts,
 )
 from pipeline.data.tokenizer_training import train_tokenizer
-from pipeline.job.options import BadRecord, Count, Gigabytes
+from pipeline.job.options import BadRecord, Count, Gigabytes, read_command_line
 from pipeline.job.report import console, print_interruption, print_problems
 
 PROGRAM = "python -m pipeline.prepare"
@@ -69,13 +69,7 @@ class PrepareOptions:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prepare, inspect, or both; the exit code."""
-    options = tyro.cli(
-        PrepareOptions,
-        args=arguments,
-        prog=PROGRAM,
-        use_underscores=True,
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
+    options = read_command_line(PrepareOptions, arguments, PROGRAM)
     try:
         if problems := _problems(options):
             raise JobError(problems)

@@ -184,6 +184,7 @@ class CheckOptions(Options):
 
 
 O = TypeVar("O", bound=Options)  # noqa: E741
+R = TypeVar("R")
 
 
 def parse_options(args: Sequence[str], kind: type[O] = Options, prog: str | None = None) -> O:  # type: ignore[assignment]
@@ -197,13 +198,24 @@ def parse_options(args: Sequence[str], kind: type[O] = Options, prog: str | None
     _refuse_empty_data(args)
     saved = _config_argument(args)
     default = kind() if saved is None else from_run_file(Path(saved), kind)
+    return read_command_line(kind, args, prog, default)
+
+
+def read_command_line(
+    kind: type[R], args: Sequence[str] | None, prog: str | None, default: R | None = None
+) -> R:
+    """A record of options, read as all commands read theirs.
+
+    Args:
+        args: The command line; None: this process's.
+        default: What holds for options that are not given, instead of the record's defaults.
+
+    Raises:
+        SystemExit: as `parse_options`.
+    """
+    given = {} if default is None else {"default": default}
     return tyro.cli(
-        kind,
-        args=list(args),
-        prog=prog,
-        default=default,
-        use_underscores=True,
-        config=(tyro.conf.FlagCreatePairsOff,),
+        kind, args=args, prog=prog, use_underscores=True, config=(tyro.conf.FlagCreatePairsOff,), **given
     )
 
 

@@ -41,15 +41,7 @@ STUCK = """
 """
 
 # A step that takes long after the request.
-SLOW = """
-    with StopRequest(announce=True) as stop:
-        print("ready", flush=True)
-        while not stop.number:
-            time.sleep(0.01)
-        print(stop.number.name, flush=True)
-        time.sleep(1.5)
-    sys.exit(3)
-"""
+SLOW = LOOP.replace("    sys.exit", "        time.sleep(1.5)\n    sys.exit")
 
 
 @contextmanager
