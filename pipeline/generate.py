@@ -75,7 +75,9 @@ def _load(options: GenerateOptions) -> Loaded:
     logging.disable_progress_bar()
     dtype, source = getattr(torch, options.dtype), Path(options.source)
     if is_checkpoint(source):
-        return from_checkpoint(checkpoint_at(source).told(), options.tokenizer, dtype, options.allow_pickle)
+        return from_checkpoint(
+            checkpoint_at(source).announced(), options.tokenizer, dtype, options.allow_pickle
+        )
     return from_folder(source, options.tokenizer, dtype)
 
 

@@ -66,7 +66,7 @@ def _read(arguments: Sequence[str]) -> tuple[Checkpoint, Job, ReshardOptions]:
     launcher, options, _ = read_arguments(arguments, ReshardOptions, PROGRAM)
     if problems := option_problems(options, PROGRAM):
         raise JobError(problems)
-    checkpoint = checkpoint_at(Path(options.checkpoint), "CHECKPOINT").told()
+    checkpoint = checkpoint_at(Path(options.checkpoint), "CHECKPOINT").announced()
     run_file = run_file_of(checkpoint)
     if options.config is None and run_file is not None:
         launcher, options, _ = read_arguments(

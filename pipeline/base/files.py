@@ -133,7 +133,7 @@ class LineFile:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        # What ends the run is told, not that its disk is full besides: a resumed run takes these steps again.
+        # What ends the run is reported, not its full disk: a resumed run takes these steps again.
         with contextlib.suppress(OSError) if kind is not None else contextlib.nullcontext():
             self.close()
 

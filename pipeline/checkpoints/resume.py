@@ -48,7 +48,7 @@ class Selection:
     checkpoint: Checkpoint | None = None
     notes: tuple[str, ...] = ()
 
-    def told(self) -> Checkpoint:
+    def announced(self) -> Checkpoint:
         """The checkpoint, where there must be one; what was skipped for it is printed to stderr."""
         assert self.checkpoint is not None
         for note in self.notes:

@@ -165,7 +165,7 @@ def _read(checkpoint: Checkpoint, names: Sequence[str], allowed: Collection[str]
 
 
 def _advance(reading: Iterator[Reading], until: float) -> Reading:
-    """The last word of a time's work. At its end a reading says the same again."""
+    """The last result before `until`. A reading that has ended gives the same result again."""
     last = None
     for last in reading:
         if time.monotonic() > until or last.done or last.failure:

@@ -50,7 +50,7 @@ class Lease:
         holder: Drawn by chance, once for each start.
         boot: Names one run of the holder's operating system.
         processes: Names the space that `pid` belongs to: containers have their own.
-        started: When that process was started, so that another one with its number is told apart.
+        started: When that process was started, so that another one with its number is recognised.
         beat: How often it was renewed.
     """
 

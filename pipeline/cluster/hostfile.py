@@ -139,7 +139,7 @@ def select_hosts(
 
     The meaning is DeepSpeed's: ``--include`` and ``--exclude`` take ``host[:slot,slot]`` joined by ``@``;
     ``--num_nodes`` takes the first hosts, ``--num_gpus`` the first slots of each. Where DeepSpeed would
-    oversubscribe, trim or ignore without a word, there is a problem instead.
+    silently oversubscribe, trim or ignore, there is a problem instead.
     """
     filters = (("include", include), ("exclude", exclude))
     given_filters = [(key, text) for key, text in filters if text]

@@ -83,7 +83,7 @@ class ResumedBlend:
         """What a checkpoint at `position` keeps.
 
         Raises:
-            ValueError: `position` lies before the one it went on from.
+            ValueError: `position` lies before the one it resumed from.
         """
         counts = self.blend.taken(position)
         sources = [
@@ -111,7 +111,7 @@ def resume_blend(sources: Sequence[BlendSource], saved: BlendState | None, posit
     if saved is None:
         return ResumedBlend(Blend(sources))
     before = {source.fingerprint: source for source in saved.sources}
-    if problems := _strangers(sources, saved):
+    if problems := _unknown_sources(sources, saved):
         raise JobError(problems)
     active = [source for source in saved.sources if source.weight > 0]
     here = {source.fingerprint: source for source in sources}
@@ -146,7 +146,7 @@ def _twice(sources: Sequence[BlendSource]) -> list[Problem]:
     return problems
 
 
-def _strangers(sources: Sequence[BlendSource], saved: BlendState) -> list[Problem]:
+def _unknown_sources(sources: Sequence[BlendSource], saved: BlendState) -> list[Problem]:
     """Sources under whose name the checkpoint knows other tokens, and data that is new altogether."""
     here = {source.fingerprint for source in sources}
     known = {source.fingerprint for source in saved.sources}

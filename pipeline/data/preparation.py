@@ -270,7 +270,7 @@ def _finished(prefix: str, identity: str) -> dict[str, Any] | None:
         if description["identity"] == identity and len(taken) == 3:
             return description
     except (OSError, ValueError, KeyError, TypeError):
-        pass  # told below, as any other file of that name
+        pass  # reported below, as any other file of that name
     rule = f"{taken[0].name} is there already, made from other inputs or options"
     raise JobError([Problem("output", prefix, rule, "Remove it, or use another PREFIX")])
 
@@ -349,7 +349,7 @@ def _make(finished: Path, corpus: Corpus, tokenizer: Tokenizer, rules: Rules) ->
     try:
         write_tokens(str(temporary / _NAME), corpus, tokenizer, rules, usual_workers(corpus))
     except JobError:
-        # Nothing to go on from; but a full disk or a dead worker leaves what is written to be continued.
+        # Nothing to continue; but a full disk or a dead worker leaves what is written to be continued.
         if not (temporary / f"{_NAME}.progress.json").exists():
             shutil.rmtree(temporary)
         raise

@@ -92,7 +92,7 @@ def read_tasks(
                 yield texts
                 texts, size = Task(), 0
             tasks = _long_text(file) if file.kind == "text" else _records(file, text_field, here)
-            for task in _guarded(file, tasks):
+            for task in _with_problems(file, tasks):
                 task.bytes_done += before
                 yield task
             file.check_unchanged()
@@ -108,7 +108,7 @@ def read_texts(files: Sequence[InputFile], text_field: str) -> Iterator[tuple[st
         yield from zip(task.names, task.records, strict=True)
 
 
-def _guarded(file: InputFile, tasks: Iterator[Task]) -> Iterator[Task]:
+def _with_problems(file: InputFile, tasks: Iterator[Task]) -> Iterator[Task]:
     """Errors of damaged or unreadable files as problems."""
     try:
         yield from tasks
@@ -262,7 +262,7 @@ def _check_column(file: InputFile, schema: Any, text_field: str) -> None:
 
 
 def _strings(array: Any) -> list[Any]:
-    """Python strings of an Arrow array; bytes where a value is not UTF-8, so that it can be told."""
+    """Python strings of an Arrow array; bytes where a value is not UTF-8, so that it can be reported."""
     try:
         return array.to_pylist()
     except UnicodeDecodeError:

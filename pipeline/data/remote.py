@@ -118,7 +118,7 @@ class RemoteStore:
                     at, failures = at + len(block), 0
                 if at < wanted.size:
                     raise OSError(f"it ended at byte {at:,} of {wanted.size:,}")
-            except Exception as error:  # noqa: BLE001  (any layer of the network; told or raised)
+            except Exception as error:  # noqa: BLE001  (any layer of the network; logged or raised)
                 failures += 1
                 self._wait_or_raise(wanted.url, error, failures)
 
@@ -215,7 +215,7 @@ class RemoteStore:
         while True:
             try:
                 return ask()
-            except Exception as error:  # noqa: BLE001  (any layer of the network; told or raised)
+            except Exception as error:  # noqa: BLE001  (any layer of the network; logged or raised)
                 failures += 1
                 self._wait_or_raise(url, error, failures)
 

@@ -56,7 +56,7 @@ class TrainingData:
     Attributes:
         tokenizer: Made the tokens; decodes a model's samples.
         opened: The training sources, as found.
-        order: The training samples, and where they went on from.
+        order: The training samples, and where they resumed.
         evaluation: In the order in which it is done.
     """
 

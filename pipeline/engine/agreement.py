@@ -136,7 +136,7 @@ def agree_on_start(parallel: Parallel, fingerprint: str, step: int) -> None:
     if odd := _unlike_first(rows[:, 1]):
         steps = ", ".join(f"rank {rank} after step {int(rows[rank, 1])}" for rank in (0, odd[0]))
         raise StartMismatch(
-            f"ranks {odd} find another checkpoint to go on from than rank 0 ({steps}): "
+            f"ranks {odd} find another checkpoint to resume from than rank 0 ({steps}): "
             f"the output folder must be the same, shared one on every host"
         )
 
@@ -164,9 +164,9 @@ def agree_on_step(
     if verify:
         _compare(parallel, rows[:, 2], batch)
     # One rank of each data index speaks for its peers: stage 0, sequence 0, tensor 0.
-    speakers = parallel.mesh.grid[0, :, 0, 0].tolist()
+    counting = parallel.mesh.grid[0, :, 0, 0].tolist()
     reason = first_reason(rows[:, 1])
-    tokens = int(rows[speakers, 0].sum())
+    tokens = int(rows[counting, 0].sum())
     return StepAgreement(tokens, reason is not None, reason, bool(rows[:, 3].any()))
 
 

@@ -19,7 +19,7 @@ from pipeline.engine.optimizer import build_optimizer
 from pipeline.job.job import Job
 from pipeline.model.gpt import TIED_KEY, LayerPlan, SequentialGPT, plan_layers
 from pipeline.parallel.context import Parallel
-from pipeline.parallel.documents import DocumentBoard
+from pipeline.parallel.documents import PassDocuments
 from pipeline.parallel.dropout import DropoutClock
 from pipeline.parallel.parameters import ParameterFactory, Source, mark_counted_once
 
@@ -42,16 +42,16 @@ def build_engine(job: Job, parallel: Parallel, weights: Source | None = None) ->
     """
     clock = DropoutClock(job.seed, job.batch.micro_batch_size)
     factory = ParameterFactory(job.seed, parallel, source=weights)
-    board = DocumentBoard()
-    plans = plan_layers(job.model, factory, clock, job.activation_checkpointing, board)
+    pass_documents = PassDocuments()
+    plans = plan_layers(job.model, factory, clock, job.activation_checkpointing, pass_documents)
     topology = _topology(parallel)
     if parallel.mesh.pipeline > 1:
         engine = _initialize(job, parallel, _stages(job, parallel, plans, topology), None)
-        return PipelinedEngine(job, parallel, engine, clock, board)
+        return PipelinedEngine(job, parallel, engine, clock, pass_documents)
     grid = PipelineParallelGrid(topology=topology)
     with _partitioned_construction(job, grid):
         module = SequentialGPT(plans)
-    return SequentialEngine(job, parallel, _initialize(job, parallel, module, grid), clock, board)
+    return SequentialEngine(job, parallel, _initialize(job, parallel, module, grid), clock, pass_documents)
 
 
 def _stages(

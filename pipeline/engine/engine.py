@@ -25,7 +25,7 @@ from pipeline.engine.loss import Labels, token_loss, weighted_labels
 from pipeline.engine.optimizer import clip_global_norm
 from pipeline.job.job import Job
 from pipeline.parallel.context import Parallel
-from pipeline.parallel.documents import DocumentBoard
+from pipeline.parallel.documents import PassDocuments
 from pipeline.parallel.dropout import DropoutClock
 from pipeline.parallel.ulysses import sequence_slice
 
@@ -58,14 +58,14 @@ class TrainEngine(ABC):
         parallel: This rank's place in the mesh.
         deepspeed: What `deepspeed.initialize` returned.
         clock: The dropout clock that the model was built with.
-        board: The board for documents that the model was built with.
+        pass_documents: Where the layers of the model look documents up.
     """
 
     def __init__(
-        self, job: Job, parallel: Parallel, deepspeed: Any, clock: DropoutClock, board: DocumentBoard
+        self, job: Job, parallel: Parallel, deepspeed: Any, clock: DropoutClock, pass_documents: PassDocuments
     ) -> None:
         self.job, self.parallel, self.deepspeed = job, parallel, deepspeed
-        self.clock, self.board = clock, board
+        self.clock, self.pass_documents = clock, pass_documents
         self.step = 0  # optimizer steps taken, overflows included
         # Micro-batches that an evaluation computes in one go: it can be given up between two of these.
         self.eval_batches_at_once = 1
@@ -87,7 +87,7 @@ class TrainEngine(ABC):
         """
         self.step += 1
         self.clock.step = self.step
-        self._post_documents(batches)
+        self._set_documents(batches)
         lr = self.job.schedule(self.step)
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = lr
@@ -136,12 +136,12 @@ class TrainEngine(ABC):
     def _logits(self, tokens: Tensor, documents: Tensor | None) -> Tensor | None:
         """Forward of one micro-batch; this rank's slice of the logits, None where there are none."""
 
-    def _post_documents(self, batches: Sequence[MicroBatch]) -> None:
+    def _set_documents(self, batches: Sequence[MicroBatch]) -> None:
         """Tell the layers where documents lie in the pass that begins: these micro-batches, in this order."""
         documents = [batch.documents for batch in batches]
         if self.job.data.document_mask and any(each is None for each in documents):
             raise ValueError("document_mask is on, but there are micro-batches that come without documents")
-        self.board.set_documents(documents, self.deepspeed.device)
+        self.pass_documents.set_documents(documents, self.deepspeed.device)
 
     def _inputs(self, batch: MicroBatch) -> Tensor:
         return sequence_slice(batch.tokens, self.parallel).contiguous()
@@ -162,9 +162,9 @@ class SequentialEngine(TrainEngine):
     """One pipeline stage, through `DeepSpeedEngine`."""
 
     def __init__(
-        self, job: Job, parallel: Parallel, deepspeed: Any, clock: DropoutClock, board: DocumentBoard
+        self, job: Job, parallel: Parallel, deepspeed: Any, clock: DropoutClock, pass_documents: PassDocuments
     ) -> None:
-        super().__init__(job, parallel, deepspeed, clock, board)
+        super().__init__(job, parallel, deepspeed, clock, pass_documents)
         self.loss_fn = token_loss(job.model, parallel)
 
     def _train(self, batches: Sequence[MicroBatch], tokens: int) -> Tensor:
@@ -177,7 +177,7 @@ class SequentialEngine(TrainEngine):
         return self._average(total, len(batches))
 
     def _evaluate(self, batches: Sequence[MicroBatch], tokens: int) -> Tensor:
-        self._post_documents(batches)
+        self._set_documents(batches)
         total = torch.zeros((), device=self.deepspeed.device)
         for batch in batches:
             total += self._forward(batch, tokens, len(batches))
@@ -195,7 +195,7 @@ class SequentialEngine(TrainEngine):
         return total / (self.parallel.mesh.replicas * micro_batches)
 
     def _logits(self, tokens: Tensor, documents: Tensor | None) -> Tensor:
-        self.board.set_documents([documents], self.deepspeed.device)
+        self.pass_documents.set_documents([documents], self.deepspeed.device)
         return self.deepspeed(sequence_slice(tokens, self.parallel).contiguous().to(self.deepspeed.device))
 
 
@@ -203,9 +203,9 @@ class PipelinedEngine(TrainEngine):
     """Several stages, through `PipelineEngine` or `DualPipeVEngine`."""
 
     def __init__(
-        self, job: Job, parallel: Parallel, deepspeed: Any, clock: DropoutClock, board: DocumentBoard
+        self, job: Job, parallel: Parallel, deepspeed: Any, clock: DropoutClock, pass_documents: PassDocuments
     ) -> None:
-        super().__init__(job, parallel, deepspeed, clock, board)
+        super().__init__(job, parallel, deepspeed, clock, pass_documents)
         # Fewer micro-batches than this do not fill DualPipeV's schedule.
         self.least_micro_batches = 2 * job.mesh.pipeline if job.pipeline_schedule == "dualpipev" else 1
         # Filling and emptying the pipeline then costs a fifth at most.
@@ -224,13 +224,13 @@ class PipelinedEngine(TrainEngine):
         missing = self.least_micro_batches - len(batches)
         nothing = replace(batches[0], mask=torch.zeros_like(batches[0].mask))
         batches = [*batches, *[nothing] * missing]
-        self._post_documents(batches)
+        self._set_documents(batches)
         return self._forward_only(self._pairs(batches, tokens))
 
     def _logits(self, tokens: Tensor, documents: Tensor | None) -> Tensor | None:
         inputs = sequence_slice(tokens, self.parallel).contiguous()
         labels = (inputs, torch.zeros_like(inputs, dtype=torch.float32))
-        self.board.set_documents([documents] * self.least_micro_batches, self.deepspeed.device)
+        self.pass_documents.set_documents([documents] * self.least_micro_batches, self.deepspeed.device)
         # Only the last micro-batch's logits are kept.
         _, logits = self._forward_only([(inputs, labels)] * self.least_micro_batches, return_logits=True)
         return logits

@@ -22,7 +22,7 @@ from pipeline.job.initial_weights import NO_COPY, NO_COPY_REMEDY, SAMPLE_BYTES, 
 from pipeline.model.config import ModelConfig
 from pipeline.parallel.parameters import Cut
 
-NAN_REMEDY = "No training goes on from these weights: give those of an earlier moment, or of another model"
+NAN_REMEDY = "These weights cannot be trained: give those of an earlier moment, or of another model"
 
 
 class FolderWeights:

@@ -16,7 +16,7 @@ def build_optimizer(config: OptimizerConfig, module: nn.Module) -> torch.optim.O
     """One of torch's optimizers over this rank's parameters.
 
     Weight decay acts on matrices only, not on biases and norms (GPT-3 paper, appendix B, leaves the choice
-    open; this is the common one). Matrices are told by the full shape: ZeRO-3 has flattened its shards.
+    open; this is the common one). Matrices are recognised by the full shape: ZeRO-3 has flattened its shards.
     """
     matrices, vectors = [], []
     for parameter in module.parameters():

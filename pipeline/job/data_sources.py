@@ -89,7 +89,7 @@ def path_problems(key: str, sources: Iterable[SourceSpec]) -> Iterator[Problem]:
     """Everything that is wrong with the sources' paths, found without reading the data.
 
     Args:
-        key: The option that the user is told of.
+        key: The option that messages name.
     """
     for source in sources:
         yield from (replace(problem, key=key) for problem in data_problems(source.paths))

@@ -1,6 +1,6 @@
 """What ``--model`` brings along: the model, the tokenizer in its folder, the weights of step 0. No torch.
 
-A run that has started keeps its model and tokenizer in its own folder. It goes on from there when the folder
+A run that has started keeps its model and tokenizer in its own folder. It resumes from there when the folder
 that ``--model`` names is gone.
 """
 

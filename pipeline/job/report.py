@@ -46,7 +46,7 @@ def print_problems(out: Console, problems: Sequence[Problem]) -> None:
 
 
 def print_interruption(error: OSError | KeyboardInterrupt) -> None:
-    """Why a command stopped that goes on from where it was when it is given again; on standard error."""
+    """Why a command stopped that continues where it was when it is given again; on standard error."""
     if isinstance(error, KeyboardInterrupt):
         said = "\ninterrupted"
     else:

@@ -63,7 +63,7 @@ class Draft:
     Attributes:
         sources: Those of ``data`` and of ``validation``, each where its description is right.
         failures: Problems met while deriving a part, by the part's name; its rule reports them.
-        resume: What it would go on from and what changes by it, in lines; none for a new start.
+        resume: What it would resume from and what changes by it, in lines; none for a new start.
         job: The whole, if there is no error.
     """
 

@@ -1,4 +1,4 @@
-"""What may change from one start of a run to the next, as a checkpoint keeps it, and how a change is told."""
+"""What may change from one start of a run to the next, as a checkpoint keeps it, and how it is shown."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def setting_changes(saved: Mapping[str, Any], job: Job) -> list[str]:
 
 def _remark(name: str, saved: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     if name == "fp16.initial_scale_power" and name in saved and name in here:
-        return " (a saved dynamic scale goes on from where it was)"
+        return " (a saved dynamic scale continues from where it was)"
     return ""
 
 

@@ -151,7 +151,7 @@ def fp16_zero0(f: Facts) -> Iterable[Problem]:
 
 def tied_gradients(f: Facts) -> Iterable[Problem]:
     """DeepSpeed's pipeline engine reduces a tied weight's `grad`. Where sums have a format of their own they
-    are elsewhere, `grad` is None, and the reduction is left out without a word; only its bf16 optimizer
+    are elsewhere, `grad` is None, and the reduction is silently left out; only its bf16 optimizer
     (ZeRO 1 without offload) is provided for."""
     offloaded = f.offload_device("offload_optimizer") != "none"
     if f.stages > 1 and f.accumulation != f.compute and (offloaded or f.compute == "fp16"):

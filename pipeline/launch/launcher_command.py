@@ -40,7 +40,7 @@ class Launch:
     Attributes:
         command: Its argument list; no shell reads it.
         environment: Its environment, which local ranks inherit.
-        master_port: Port of the rendezvous, as the launcher is told.
+        master_port: Port of the rendezvous, as the launcher is given it.
     """
 
     command: tuple[str, ...]
@@ -94,7 +94,7 @@ def _where(options: LauncherOptions, world: World) -> list[str]:
         return arguments
     host = world.hosts[0]
     if world.device == "cpu":
-        # It counts a CPU as one slot, and takes a larger number without a word.
+        # It counts a CPU as one slot, and silently takes a larger number.
         return ["--num_gpus", str(host.slots)]
     return ["--include", f"{host.name}:{','.join(str(device) for device in host.devices)}"]
 
@@ -136,7 +136,7 @@ def launcher_world_problems(options: LauncherOptions, world: World) -> list[Prob
 
 
 def _place_problems(options: LauncherOptions, world: World) -> list[Problem]:
-    """Hosts and places that no launcher could be told of."""
+    """Hosts and paths that no launcher can take."""
     problems = []
     if options.node_rank is not None and options.node_rank >= len(world.hosts):
         rule = f"this job has {counted(len(world.hosts), 'host')}, counted from 0"

@@ -65,11 +65,11 @@ def run_job(
             following = _next_start(ready, outcome, policy, options, launcher)
         except KeyboardInterrupt as request:
             say(f"\nStopped by {request} between two starts: no rank is running.")
-            tell_how_to_go_on(ready.job, policy.saved, command)
+            say_how_to_resume(ready.job, policy.saved, command)
             return EXIT_STOPPED
         if following is None:
             if outcome.status == "failed" or (outcome.status == "stopped" and outcome.saved is None):
-                tell_how_to_go_on(ready.job, policy.saved, command)
+                say_how_to_resume(ready.job, policy.saved, command)
             return outcome.exit_code
         if policy.saved is not None:
             options, arguments = replace(options, resume="auto"), resuming(arguments)
@@ -102,8 +102,8 @@ def _next_start(
     return None
 
 
-def tell_how_to_go_on(job: Job, saved: int | None, command: Sequence[str]) -> None:
-    """After a failure, or a stop that has saved nothing: the command that goes on from the newest checkpoint,
+def say_how_to_resume(job: Job, saved: int | None, command: Sequence[str]) -> None:
+    """After a failure, or a stop that has saved nothing: the command that resumes from the newest checkpoint,
     or from the one that it names, where there is one.
 
     Args:
@@ -120,11 +120,11 @@ def tell_how_to_go_on(job: Job, saved: int | None, command: Sequence[str]) -> No
         return
     given = any(word == "--resume" or word.startswith("--resume=") for word in command)
     again = shlex.join(resuming(command) if given and named is None else command)
-    say(f"To go on from the checkpoint of step {step}: {again}")
+    say(f"To resume from the checkpoint of step {step}: {again}")
 
 
 def _selected(job: Job, resume: str) -> Checkpoint | None:
-    """What the job goes on from with that ``--resume``; None where there is nothing, or nothing usable."""
+    """What the job resumes from with that ``--resume``; None where there is nothing, or nothing usable."""
     try:
         return select_checkpoint(replace(job, resume=resume)).checkpoint
     except JobError:
@@ -226,7 +226,7 @@ def _key(failure: Failure) -> tuple[str, int, str]:
 
 
 def resuming(arguments: Sequence[str]) -> list[str]:
-    """A job's arguments, to go on from the newest checkpoint in its folder."""
+    """A job's arguments, to resume from the newest checkpoint in its folder."""
     kept, skip = [], False
     for argument in arguments:
         if skip:

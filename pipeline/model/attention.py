@@ -100,7 +100,7 @@ class Attention(nn.Module):
         k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
         forbidden = torch.ones(t, t, dtype=torch.bool, device=q.device).triu(1)
         if documents is not None:
-            forbidden = forbidden | documents.elsewhere()
+            forbidden = forbidden | documents.cross_document_mask()
         scores = (q @ k.transpose(-1, -2) * d**-0.5).masked_fill(forbidden, float("-inf"))
         probabilities = scores.float().softmax(-1).to(q.dtype)
         # Rows of the mask are (head, query position) pairs, its channels the key positions.

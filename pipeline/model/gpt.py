@@ -31,7 +31,7 @@ from pipeline.model.config import ModelConfig
 from pipeline.model.layers import Block, Positions
 from pipeline.model.modules import Rotary, norm_class
 from pipeline.parallel.context import Parallel
-from pipeline.parallel.documents import DocumentBoard
+from pipeline.parallel.documents import PassDocuments
 from pipeline.parallel.dropout import DropoutClock
 from pipeline.parallel.parameters import Cut, ParameterFactory, cut_of
 from pipeline.parallel.tensor import VocabularyEmbedding
@@ -56,13 +56,13 @@ def plan_layers(
     factory: ParameterFactory,
     clock: DropoutClock,
     recompute: str,
-    board: DocumentBoard | None = None,
+    pass_documents: PassDocuments | None = None,
 ) -> list[LayerPlan]:
     """The layer list of a GPT: embedding, positions, `num_layers` blocks, final norm, output layer.
 
-    `board` says where documents lie in each micro-batch; without it attention always sees whole rows.
+    `pass_documents` says where documents lie in each micro-batch; without it attention sees whole rows.
     """
-    board = board or DocumentBoard()
+    pass_documents = pass_documents or PassDocuments()
 
     def table(name: str) -> LayerPlan:
         make = factory.under("tied_modules").under(TIED_KEY) if config.tied else factory.under(name)
@@ -72,12 +72,12 @@ def plan_layers(
     last = config.num_layers + 3
     rotary = Rotary(config.head_dim, config.rope_theta) if config.position == "rotary" else None
     blocks = [
-        LayerPlan(Block, (config, factory.under(str(2 + i)), clock, board, rotary, i, recompute))
+        LayerPlan(Block, (config, factory.under(str(2 + i)), clock, pass_documents, rotary, i, recompute))
         for i in range(config.num_layers)
     ]
     return [
         table("0"),
-        LayerPlan(Positions, (config, factory.under("1"), clock, board)),
+        LayerPlan(Positions, (config, factory.under("1"), clock, pass_documents)),
         *blocks,
         LayerPlan(norm_class(config), (factory.under(str(last - 1)), config.hidden_size, config.norm_eps)),
         table(str(last)),

@@ -16,7 +16,7 @@ from pipeline.model.attention import Attention
 from pipeline.model.config import ModelConfig
 from pipeline.model.modules import MLP, Rotary, norm_class
 from pipeline.parallel import ulysses
-from pipeline.parallel.documents import DocumentBoard, DocumentLayout, DocumentReader
+from pipeline.parallel.documents import DocumentLayout, DocumentReader, PassDocuments
 from pipeline.parallel.dropout import DropoutClock, MicroBatchCounter, dropout, dropout_keys
 from pipeline.parallel.parameters import ParameterFactory
 
@@ -25,10 +25,10 @@ class Positions(nn.Module):
     """Adds the learned position of each token (none for rotary models); then the embedding dropout."""
 
     def __init__(
-        self, config: ModelConfig, make: ParameterFactory, clock: DropoutClock, board: DocumentBoard
+        self, config: ModelConfig, make: ParameterFactory, clock: DropoutClock, pass_documents: PassDocuments
     ) -> None:
         super().__init__()
-        self.documents = DocumentReader(board)
+        self.documents = DocumentReader(pass_documents)
         self.parallel, self.rate, self.clock = make.parallel, config.dropout, clock
         self.counter = MicroBatchCounter(clock)
         learned = config.position == "learned"
@@ -63,13 +63,13 @@ class Block(nn.Module):
         config: ModelConfig,
         make: ParameterFactory,
         clock: DropoutClock,
-        board: DocumentBoard,
+        pass_documents: PassDocuments,
         rotary: Rotary | None,
         index: int,
         recompute: str,
     ) -> None:
         super().__init__()
-        self.documents = DocumentReader(board)
+        self.documents = DocumentReader(pass_documents)
         self.config, self.parallel, self.clock, self.index = config, make.parallel, clock, index
         self.counter = MicroBatchCounter(clock)
         self.recompute = recompute == "full"

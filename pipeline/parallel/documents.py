@@ -2,7 +2,8 @@
 
 Where documents lie in a row cannot travel with the hidden states: one floating tensor is all that crosses a
 stage's edge. But every rank reads its data rank's whole rows. So the engine sets the documents of a pass's
-micro-batches on a board that its layers share, and each layer looks up the micro-batch whose forward begins.
+micro-batches in one object that its layers share, and each layer looks up the micro-batch whose forward
+begins.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class DocumentLayout:
             torch.cat(pieces).index_select(0, self.place).unflatten(0, self.positions.shape).transpose(1, 2)
         )
 
-    def elsewhere(self) -> Tensor:
+    def cross_document_mask(self) -> Tensor:
         """True where query (row) and key (column) are in different documents, [b, 1, t, t]."""
         # Documents begin at position 0, so a token's first one is where it is minus its position.
         begins = torch.arange(self.positions.shape[1], device=self.positions.device) - self.positions
@@ -89,7 +90,7 @@ def document_layout(documents: Tensor, device: torch.device | str) -> DocumentLa
 
 
 @dataclass
-class DocumentBoard:
+class PassDocuments:
     """The documents of the pass that runs now; one per model, written by the engine, read by its layers.
 
     Attributes:
@@ -117,17 +118,17 @@ class DocumentBoard:
 
 @dataclass
 class DocumentReader:
-    """One layer's view of the board."""
+    """One layer's view of the documents of a pass."""
 
-    board: DocumentBoard
+    pass_documents: PassDocuments
     counter: MicroBatchCounter = field(init=False)
 
     def __post_init__(self) -> None:
-        self.counter = MicroBatchCounter(self.board)
+        self.counter = MicroBatchCounter(self.pass_documents)
 
     def advance(self) -> DocumentLayout | None:
         """The layout of the micro-batch whose forward begins now; None where attention sees whole rows.
 
         To be called once per forward pass, outside of what is recomputed.
         """
-        return self.board.layouts[self.counter.advance()] if self.board.layouts else None
+        return self.pass_documents.layouts[self.counter.advance()] if self.pass_documents.layouts else None

@@ -1,7 +1,7 @@
 """``python -m pipeline.training.device_rates``: what torch sees on this machine, and how fast it multiplies.
 
 A process of its own, so that the checks import no torch and outlive a driver that crashes. Prints one line
-of JSON; what fails is told in it, device by device.
+of JSON; what fails is reported in it, device by device.
 """
 
 from __future__ import annotations

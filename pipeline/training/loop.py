@@ -45,7 +45,7 @@ class Saves(Protocol):
         """Whether a save has begun that does not count yet; the same on every rank."""
 
     def save(self, state: TrainState) -> None:
-        """Save this moment, or begin to. A failure is told; it ends the run only where that was asked for."""
+        """Save this moment, or begin to. A failure is logged; it ends the run only where asked to."""
 
     def settle(self) -> None:
         """Make a save count, whose files all ranks have written. A failure is treated as that of `save`."""
@@ -70,7 +70,7 @@ class Loop:
         sinks: Take the metrics: on rank 0 the file, the console and the monitors.
         saves: Writes the checkpoints.
         stop_code: 0, or why this rank was asked to stop (`pipeline.training.stopping`).
-        record_step: Is told how long each step took, with what followed it, in seconds.
+        record_step: Called with each step's seconds, what followed it included.
         eval_sets: What is evaluated, in this order; empty where nothing is.
         progress: Hears what this rank does, with how many steps taken.
         stop_reason: Why the run was stopped; empty before.
@@ -199,12 +199,13 @@ def evaluate(
     Collective. It goes through the batches in parts, each as many as the engine needs to be busy, and before
     each part the ranks look whether one of them was asked to stop.
     """
-    speakers = parallel.mesh.grid[0, :, 0, 0].tolist()  # sequence, tensor and pipeline peers hold the same
+    # One of each data rank: its sequence, tensor and pipeline peers hold the same.
+    counting = parallel.mesh.grid[0, :, 0, 0].tolist()
     tokens, total, size = 0, 0.0, engine.eval_batches_at_once
     for first in range(0, len(batches), size):
         mine = sum(int(batch.mask.sum()) for batch in batches) if first == 0 else 0
         rows = gather_rows(parallel, mine, stop_code())
-        tokens = tokens or int(rows[speakers, 0].sum())
+        tokens = tokens or int(rows[counting, 0].sum())
         if (reason := first_reason(rows[:, 1])) is not None:
             return Abandoned(reason)
         total += engine.eval_step(batches[first : first + size], tokens)

@@ -1,4 +1,4 @@
-"""From a job to ranks that have met and know what they go on from: data, process groups, the checkpoint."""
+"""From a job to ranks that have met and know what they resume from: data, process groups, the checkpoint."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Prepared:
     """What a rank has in hand when it builds its engine.
 
     Attributes:
-        selection: What all ranks go on from.
+        selection: What all ranks resume from.
         data: From the position of that checkpoint on.
         remote: Keeps the local copies of remote data as long as it is open.
         stopping: This rank's reasons to stop.

@@ -81,7 +81,7 @@ def read_job(options: Options, environment: RankEnvironment, inherited: Inherite
 
 
 def _leave_early(job: Job, environment: RankEnvironment, link: RankLink, request: str) -> None:
-    """The last word of a rank that a signal ends before the ranks have met. Nothing had been trained."""
+    """The report of a rank that a signal ends before the ranks have met. Nothing had been trained."""
     message = f"{request} on rank {environment.rank} before the first step"
     record_outcome(job.output_dir, Outcome("stopped", 0, environment.master_port, environment.rank, message))
     link.left_early(message)
@@ -111,7 +111,7 @@ def _train(job: Job, environment: RankEnvironment, stop: StopRequest, link: Rank
 def _fail(error: Exception, step: int, job: Job, environment: RankEnvironment, link: RankLink) -> int:
     """Say it here and now: a launcher ends the other ranks as soon as one is gone."""
     trace = "".join(traceback.format_exception(error))
-    if link.supervised:  # which tells the console of the first failure, and writes the outcome
+    if link.has_agent:  # which tells the console of the first failure, and writes the outcome
         link.failed(error, step, trace)
         return EXIT_FAILED
     print(f"rank {environment.rank} failed after step {step}:\n{trace}", file=sys.stderr, flush=True)
@@ -124,7 +124,7 @@ def _fail(error: Exception, step: int, job: Job, environment: RankEnvironment, l
 def _refuse(
     error: JobError, environment: RankEnvironment, link: RankLink, output_dir: str | None = None
 ) -> int:
-    if link.supervised:
+    if link.has_agent:
         link.refused(problems_text(error.problems))
     elif environment.local_rank == 0:
         print_problems(console(stderr=True), error.problems)

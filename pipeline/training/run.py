@@ -70,7 +70,7 @@ def run(
         JobError: DeepSpeed, the data (both found before ranks meet, on every rank alike) or the checkpoint
             cannot be used.
         StoppedEarly: a signal arrived before ranks met.
-        RunFailed: anything else that goes wrong once it is known what the run goes on from.
+        RunFailed: anything else that goes wrong once it is known what the run resumes from.
     """
     if (warning := require_tested_version()) and environment.rank == 0:
         logger.warning(warning)
@@ -122,7 +122,7 @@ def _first_weights(job: Job, parallel: Parallel) -> FolderWeights | None:
 
 
 def _load(engine: TrainEngine, prepared: Prepared) -> Outcome | None:
-    """Go on from the checkpoint, if there is one; the outcome, where the run is to stop before that."""
+    """Resume from the checkpoint, if there is one; the outcome, where the run is to stop before that."""
     checkpoint = prepared.selection.checkpoint
     if checkpoint is None:
         return None

@@ -140,7 +140,7 @@ def reading_failure(path: Path, read: Callable[[IO[bytes]], Iterable[object]]) -
 def _kept(
     path: Path, lines: IO[bytes], resume_step: int, evaluation_due: bool, order: _Order
 ) -> Iterator[tuple[bytes, str]]:
-    """The lines, each with its kind, up to the step that a run goes on from; of that step no evaluation that
+    """The lines, each with its kind, up to the step that a run resumes from; of that step no evaluation that
     will be done again."""
     last_evaluation = resume_step - 1 if evaluation_due else resume_step
     for line, record in _records(path, lines):

@@ -21,8 +21,8 @@ class RunSaves:
         saved: The state that a checkpoint holds already; None at a start at step 0.
         on_failure: ``stop`` raises the failure of any save, ``continue`` that of one the run would end with.
         with_progress: Adds to a state how far the data has been read.
-        record_seconds: Is told how long a save took.
-        record_saved: Is told the step of a checkpoint that counts.
+        record_seconds: Called with the seconds a save took.
+        record_saved: Called with the step of a checkpoint that counts.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ from pipeline.training.signals import StopRequest
 TIME_LIMIT, STOP_FILE = 101, 102
 # Seconds between two looks for the file: often enough for people, seldom enough for a shared file system.
 FILE_SECONDS = 2.0
-# Seconds kept for leaving: the last words, the end of process groups.
+# Seconds kept for leaving: the summary, the end of process groups.
 LEAVING_SECONDS = 5.0
 
 

@@ -69,7 +69,7 @@ def resume_hint(job: Job, by_name: bool = False) -> str:
     return f"to resume: {_again(job, *named)}"
 
 
-def go_on_hint(job: Job, done: int) -> str:
+def continue_hint(job: Job, done: int) -> str:
     """How a run that has finished `done` steps is trained on."""
     return f"to train on: {_again(job)} --train_steps {2 * done}"
 

@@ -29,7 +29,7 @@ from pipeline.training.monitors import Monitors
 from pipeline.training.preparing import Prepared
 from pipeline.training.run_files import METRICS_FILE, SAMPLES_FILE, MetricsFile, SampleLog
 from pipeline.training.saves import RunSaves
-from pipeline.training.summary import go_on_hint, resume_hint
+from pipeline.training.summary import continue_hint, resume_hint
 from pipeline.training.throughput import Speedometer, peak_tflops
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ def _summarize(loop: Loop, prepared: Prepared) -> None:
     if count > 0:
         text = sample_text(loop.engine, job, prepared.data.tokenizer, prompt, count)
         logger.info(f"sample:\n{text}\n")
-    logger.info(f"finished {counted(done, 'step')}; {go_on_hint(job, done)}")
+    logger.info(f"finished {counted(done, 'step')}; {continue_hint(job, done)}")
 
 
 def sample_text(engine: TrainEngine, job: Job, tokenizer: Tokenizer, prompt: str, count: int) -> str:

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and that it never starts anew beside some that it cannot use."""
+"""Which checkpoint a run resumes from, and that it never starts anew beside some that it cannot use."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def three(folder: Path) -> Path:
 
 
 def chosen(folder: Path, **options: str) -> tuple[int, str]:
-    """The step that a job in `folder` goes on from, and what is said of it."""
+    """The step that a job in `folder` resumes from, and what is said of it."""
     selection = select_checkpoint(job_in(folder, **options))
     assert selection.checkpoint is not None
     return selection.checkpoint.state.step, "\n".join(selection.notes)

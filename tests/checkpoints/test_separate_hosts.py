@@ -82,7 +82,7 @@ def test_nothing_is_removed_before_the_new_one_counts_on_every_host(tmp_path: Pa
 
 
 def save_where_one_host_cannot(jobs: list[Job]) -> tuple[int, list[str]]:
-    """The second host's disk refuses the manifest of step 2: what both go on from, and what is here."""
+    """The second host's disk refuses the manifest of step 2: what both resume from, and what is here."""
     rank = int(os.environ["RANK"])
     engine = on_own_host(start(jobs[rank]))
     saving = saver.Saver(engine, jobs[rank])

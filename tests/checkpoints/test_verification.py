@@ -38,7 +38,7 @@ def flip_a_bit(path: Path) -> None:
 
 
 def alone(job: Job) -> Selection:
-    """What a job of one rank goes on from."""
+    """What a job of one rank resumes from."""
     return agree_on_checkpoint(job, select_checkpoint(job), Verifier(Parallel.single(), 0))
 
 
@@ -72,7 +72,7 @@ def test_an_earlier_version_had_no_digests(tmp_path: Path):
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_a_stop_before_the_proof_is_done_proves_nothing(
+def test_a_stop_before_the_verification_is_done_verifies_nothing(
     named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Neither that the checkpoint is whole nor that it is not; what is done by then counts."""
@@ -133,7 +133,7 @@ def outcomes(jobs: list[Job]) -> list[Any]:
 
 
 def outcome(job: Job, parallel: Parallel, local_rank: int = 0) -> Any:
-    """The step that a rank goes on from, or what it is refused for."""
+    """The step that a rank resumes from, or what it is refused for."""
     try:
         agreed = agree_on_checkpoint(job, select_checkpoint(job), Verifier(parallel, local_rank))
     except JobError as error:
@@ -199,7 +199,7 @@ def outcomes_by_host(jobs: list[list[Job]]) -> list[Any]:
     return [outcome(each[rank], parallel) for each in jobs]
 
 
-def test_a_stop_ends_the_proof(tmp_path: Path):
+def test_a_stop_ends_the_verification(tmp_path: Path):
     """What is not loaded need not be verified: a host may have seconds left to live."""
     flip_a_bit(three(tmp_path) / "global_step3" / "shards.json")
     job = job_in(tmp_path)

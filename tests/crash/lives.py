@@ -5,8 +5,8 @@
 Each life starts the same command in a layout drawn at random, and is killed at a random point in or around
 a load, a conversion, a save or a removal of old checkpoints. What must hold is looked at after every life:
 
-- what the run would go on from is complete, and no older than before the kill;
-- the start after it goes on from there: it is neither refused nor begins anew;
+- what the run would resume from is complete, and no older than before the kill;
+- the start after it resumes from there: it is neither refused nor begins anew;
 - in the end, the joined metrics are those of a run that nobody killed.
 """
 
@@ -206,7 +206,7 @@ class KilledRun:
         self.layout = layout
 
     def _newest_step(self) -> int:
-        """Of the checkpoint that the next start goes on from, every byte of which is right; 0: none."""
+        """Of the checkpoint that the next start resumes from, every byte of which is right; 0: none."""
         checkpoint = find_checkpoint(str(self.output_dir), "auto")
         if checkpoint is None:
             return 0

@@ -1,5 +1,5 @@
 """A job is resolved once: what its user's files become after the start changes neither the run, nor its
-checkpoints, nor what a later start goes on from."""
+checkpoints, nor what a later start resumes from."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_a_loss_that_is_no_number_stops_every_rank(config: dict, shop: Workshop)
     assert result.exit_codes == (1, 1)
     for stderr in result.stderr:
         assert "TrainingDiverged: the loss is nan at step 3, samples 16 to 23 of the order" in stderr
-    # The last good checkpoint stays, and the run can go on from it.
+    # The last good checkpoint stays, and the run can resume from it.
     assert shop.latest("run").name == "global_step2"
     assert [line["step"] for line in shop.steps("run")] == [1, 2]
     assert shop.outcome("run")["status"] == "failed"

@@ -1,4 +1,4 @@
-"""run.json: written, read back, and a guard of its folder."""
+"""run.json: written, read back, and what keeps its folder for one run."""
 
 from __future__ import annotations
 

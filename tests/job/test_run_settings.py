@@ -11,7 +11,7 @@ import pytest
 from pipeline.job.run_settings import setting_changes, settings_of
 from tests.job.drafts import A100, draft, world
 
-GOES_ON = " (a saved dynamic scale goes on from where it was)"
+GOES_ON = " (a saved dynamic scale continues from where it was)"
 OF_A_DYNAMIC_SCALE = [
     "fp16.initial_scale_power: 16 -> none",
     "fp16.loss_scale_window: 500 -> none",

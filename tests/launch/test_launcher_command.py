@@ -71,7 +71,7 @@ def test_everything_the_launcher_would_guess_is_said(options: dict, world: World
 HARD_TO_PASS = ("a b", "'", '"', "$HOME", "`id`", "x;true", "a&b", "%n %h", '{"a": 1}', "\\", "\n", "ü")
 
 
-def test_a_ticket_survives_every_shell(tmp_path: Path) -> None:
+def test_a_launch_spec_survives_every_shell(tmp_path: Path) -> None:
     """As pdsh does it: the words joined by blanks, through two shells."""
     sent = LaunchSpec(hosts=tuple((word, 2) for word in HARD_TO_PASS), key_file="", batch=(4, 2, 2))
     argument = encode(sent)
@@ -83,7 +83,7 @@ def test_a_ticket_survives_every_shell(tmp_path: Path) -> None:
     )
 
 
-def test_a_ticket_that_was_cut_is_no_spec() -> None:
+def test_a_launch_spec_that_was_cut_is_none() -> None:
     with pytest.raises(ValueError, match="did not arrive whole"):
         split_launch_spec([encode(LaunchSpec())[:-4]])
     assert split_launch_spec(["--seed", "1"]) == (LaunchSpec(), ["--seed", "1"])

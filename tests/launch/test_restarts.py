@@ -32,7 +32,7 @@ from pipeline.launch.fewer_hosts import (
     separate_folders,
 )
 from pipeline.launch.preflight import check
-from pipeline.launch.restart_loop import RestartPolicy, resuming, tell_how_to_go_on
+from pipeline.launch.restart_loop import RestartPolicy, resuming, say_how_to_resume
 from tests.checkpoints.saved_runs import job_in
 from tests.checkpoints.saved_runs import saved as saved_checkpoint
 
@@ -124,7 +124,7 @@ def test_a_stop_between_two_starts_is_a_stop(
     said = capsys.readouterr().err.partition("Stopped by SIGTERM between two starts: no rank is running.\n")[
         2
     ]
-    assert said == ("To go on from the checkpoint of step 4: ./launch.sh\n" if saved else "")
+    assert said == ("To resume from the checkpoint of step 4: ./launch.sh\n" if saved else "")
 
 
 def test_a_stop_file_counts_from_the_moment_of_the_launch(
@@ -186,7 +186,7 @@ def test_a_stop_of_a_second_start_before_its_first_step_names_the_checkpoint_tha
     monkeypatch.setattr(restart_loop, "start_once", lambda *_: results.pop(0))
     monkeypatch.setattr(restart_loop.time, "sleep", lambda _: None)
     assert restart_loop.run_job(options(tmp_path), LauncherOptions(max_restarts=2), [], ["./launch.sh"]) == 3
-    assert capsys.readouterr().err.endswith("To go on from the checkpoint of step 4: ./launch.sh\n")
+    assert capsys.readouterr().err.endswith("To resume from the checkpoint of step 4: ./launch.sh\n")
 
 
 # What failed first ---------------------------------------------------------------------------------------
@@ -334,10 +334,10 @@ def test_a_failed_job_says_how_to_go_on(
 ) -> None:
     """Of a job whose folder is on other hosts, the ranks have told that there is a checkpoint."""
     job = full(tmp_path, **BATCH)
-    tell_how_to_go_on(job, None, ["./launch.sh", *given])
+    say_how_to_resume(job, None, ["./launch.sh", *given])
     assert capsys.readouterr().err == ""
-    tell_how_to_go_on(job, 7, ["./launch.sh", *given])
-    assert capsys.readouterr().err == f"To go on from the checkpoint of step 7: {again}\n"
+    say_how_to_resume(job, 7, ["./launch.sh", *given])
+    assert capsys.readouterr().err == f"To resume from the checkpoint of step 7: {again}\n"
 
 
 def test_a_named_checkpoint_is_named_again_until_it_is_noted(
@@ -348,11 +348,11 @@ def test_a_named_checkpoint_is_named_again_until_it_is_noted(
     first = path.with_name("global_step1")
     command = ["./launch.sh", "--resume", str(first)]
     job = job_in(tmp_path, resume=str(first))
-    tell_how_to_go_on(job, None, command)
-    assert capsys.readouterr().err == f"To go on from the checkpoint of step 1: {shlex.join(command)}\n"
+    say_how_to_resume(job, None, command)
+    assert capsys.readouterr().err == f"To resume from the checkpoint of step 1: {shlex.join(command)}\n"
     write_lineage(path.parent, lineage_after(path.parent, read_checkpoint(first), "b"))
-    tell_how_to_go_on(job, None, command)
-    assert capsys.readouterr().err == "To go on from the checkpoint of step 1: ./launch.sh --resume auto\n"
+    say_how_to_resume(job, None, command)
+    assert capsys.readouterr().err == "To resume from the checkpoint of step 1: ./launch.sh --resume auto\n"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""An independent proof of the model: transformers' implementation with the same weights, value for value."""
+"""An independent check of the model: transformers' implementation with the same weights, value for value."""
 
 from __future__ import annotations
 

@@ -37,11 +37,11 @@ def copy_and_reduce_rank() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def test_copy_to_sums_gradients_and_reduce_from_sums_values():
     results = run_ranks(copy_and_reduce_rank, RANKS)
     x = value(99, 4)
-    slope = sum(value(rank, 4) * (rank + 1) for rank in range(RANKS)) + 1
+    grad = sum(value(rank, 4) * (rank + 1) for rank in range(RANKS)) + 1
     total = sum(value(rank, 4) * 2 for rank in range(RANKS))
     for rank, (y, x_grad, summed, z_grad) in enumerate(results):
         assert torch.equal(y, x * value(rank, 4))
-        torch.testing.assert_close(x_grad, slope)
+        torch.testing.assert_close(x_grad, grad)
         torch.testing.assert_close(summed, total)
         torch.testing.assert_close(z_grad, 2 * value(50, 4))
 

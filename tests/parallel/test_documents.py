@@ -11,7 +11,7 @@ from torch import Tensor
 from pipeline.model.config import ModelConfig
 from pipeline.model.gpt import SequentialGPT, plan_layers
 from pipeline.parallel.context import Parallel
-from pipeline.parallel.documents import DocumentBoard, DocumentReader, document_layout
+from pipeline.parallel.documents import DocumentReader, PassDocuments, document_layout
 from pipeline.parallel.dropout import DropoutClock
 from pipeline.parallel.parameters import ParameterFactory
 from tests.parity.cases import GPT, LLAMA
@@ -23,18 +23,18 @@ BOTH = pytest.mark.parametrize("config", [LEARNED, ROTARY], ids=["learned", "rot
 
 
 class Model:
-    """A model in one process, and its board."""
+    """A model in one process, and its documents."""
 
     def __init__(self, config: ModelConfig, recompute: str = "none", rows: int = 1) -> None:
-        self.board = DocumentBoard()
+        self.pass_documents = PassDocuments()
         self.clock = DropoutClock(5, rows)
         factory = ParameterFactory(3, Parallel.single())
-        self.gpt = SequentialGPT(plan_layers(config, factory, self.clock, recompute, self.board))
+        self.gpt = SequentialGPT(plan_layers(config, factory, self.clock, recompute, self.pass_documents))
 
     def __call__(self, tokens: Tensor, documents: Tensor | None) -> Tensor:
         """Logits; each call is a step of one micro-batch."""
         self.clock.step += 1
-        self.board.set_documents([documents], "cpu")
+        self.pass_documents.set_documents([documents], "cpu")
         return self.gpt(tokens)
 
     def gradients(self) -> dict[str, Tensor]:
@@ -55,7 +55,7 @@ def test_layout_of_two_rows() -> None:
     assert layout.order.tolist() == [5, 3, 4, 6, 7, 8, 9, 0, 1, 2]
     assert layout.order[layout.place].tolist() == list(range(10))
     expected = [[0, 0, 0, 1, 1]] * 3 + [[1, 1, 1, 0, 0]] * 2
-    assert layout.elsewhere()[0, 0].int().tolist() == expected
+    assert layout.cross_document_mask()[0, 0].int().tolist() == expected
 
 
 def test_a_new_row_begins_a_new_document_even_with_the_same_number() -> None:
@@ -146,19 +146,19 @@ def test_dropout_path_equals_the_fused_one() -> None:
 
 
 def test_layers_read_micro_batches_in_order_and_anew_in_each_pass() -> None:
-    board = DocumentBoard()
-    first, second = DocumentReader(board), DocumentReader(board)
-    board.set_documents([torch.zeros(1, 4), torch.tensor([[0, 0, 1, 1]])], "cpu")
+    pass_documents = PassDocuments()
+    first, second = DocumentReader(pass_documents), DocumentReader(pass_documents)
+    pass_documents.set_documents([torch.zeros(1, 4), torch.tensor([[0, 0, 1, 1]])], "cpu")
     assert [first.advance().groups for _ in range(2)] == [((1, 4),), ((2, 2),)]
     assert second.advance().groups == ((1, 4),)
-    board.set_documents([torch.tensor([[0, 1, 2, 3]])], "cpu")
+    pass_documents.set_documents([torch.tensor([[0, 1, 2, 3]])], "cpu")
     assert [reader.advance().groups for reader in (first, second)] == [((4, 1),)] * 2
     with pytest.raises(IndexError):
         first.advance()
-    board.set_documents([None, None], "cpu")
+    pass_documents.set_documents([None, None], "cpu")
     assert first.advance() is None
 
 
 def test_a_pass_has_documents_or_has_none() -> None:
     with pytest.raises(ValueError, match="1 of 2 micro-batches"):
-        DocumentBoard().set_documents([torch.zeros(1, 4), None], "cpu")
+        PassDocuments().set_documents([torch.zeros(1, 4), None], "cpu")

@@ -19,7 +19,7 @@ from pipeline.job.job import Job
 from pipeline.model.gpt import SequentialGPT, plan_layers
 from pipeline.parallel import documents as documents_module
 from pipeline.parallel.context import Parallel
-from pipeline.parallel.documents import DocumentBoard, DocumentReader
+from pipeline.parallel.documents import DocumentReader, PassDocuments
 from pipeline.parallel.dropout import DropoutClock
 from pipeline.parallel.parameters import ParameterFactory
 from tests.covering import pairs_of_settings, slow
@@ -122,13 +122,13 @@ class DropoutGPT(SequentialGPT):
     """For models with dropout, which is a function of the place in the batch: the whole batch, masked."""
 
     def __init__(self, case: Case) -> None:
-        self_clock, self_board = DropoutClock(SEED, case.batch), DocumentBoard()
+        self_clock, pass_documents = DropoutClock(SEED, case.batch), PassDocuments()
         factory = ParameterFactory(SEED, Parallel.single())
-        super().__init__(plan_layers(case.config, factory, self_clock, "none", self_board))
-        self.clock, self.board, self.rows = self_clock, self_board, case.batch
+        super().__init__(plan_layers(case.config, factory, self_clock, "none", pass_documents))
+        self.clock, self.pass_documents, self.rows = self_clock, pass_documents, case.batch
 
     def forward(self, tokens: Tensor) -> Tensor:
-        self.board.set_documents([documents_of(tokens, self.rows)], "cpu")
+        self.pass_documents.set_documents([documents_of(tokens, self.rows)], "cpu")
         self.clock.step += 1
         return super().forward(tokens)
 
@@ -235,7 +235,7 @@ def first_micro_batch_only(calls: Calls) -> None:
 
     def advance(self: DocumentReader):
         calls()
-        return self.board.layouts[0]
+        return self.pass_documents.layouts[0]
 
     DocumentReader.advance = advance
 
@@ -248,7 +248,7 @@ def count_recomputation(calls: Calls) -> None:
 
     def wrap(self, x, micro_batch, documents):
         calls()
-        layouts = self.documents.board.layouts
+        layouts = self.documents.pass_documents.layouts
         self.seen = getattr(self, "seen", -1) + 1
         return run(self, x, micro_batch, layouts[self.seen % len(layouts)])
 

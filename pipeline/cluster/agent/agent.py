@@ -324,7 +324,7 @@ class Agent:
         self._kill()
 
     def _report_end(self) -> None:
-        """The rank has ended: end what it has left behind, and take the last of its reports and output."""
+        """The rank has ended: end what it has left behind, and take the rest of its reports and output."""
         self._rank.end_descendants()
         self._listen_to_rank(all_of_it=True)
         self._output.finish()
@@ -370,7 +370,7 @@ class Agent:
         if outcome is not None and outcome.status == "stopped":
             return EXIT_STOPPED  # before it had begun, too
         if outcome is not None and outcome.status == "finished" and self._rank.said_ending:
-            return EXIT_FINISHED  # whatever it died of after that report, which the coordinator tells
+            return EXIT_FINISHED  # whatever it died of after its final report, which the coordinator prints
         if self._client.is_wrong_job or (outcome is not None and outcome.status == "wrong_job"):
             return EXIT_WRONG_JOB
         return self._rank.exit_code

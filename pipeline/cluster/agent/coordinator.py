@@ -77,7 +77,7 @@ class Coordinator:
         self._began = self._beat = time.monotonic()
         self._first_hello: float | None = None
         self._stop: str | None = None
-        self._settle: float | None = None  # when the first failure is told
+        self._settle: float | None = None  # when the first failure is reported
         self._deadline: float | None = None  # when ranks that were to end are given up
         self._troubles: set[str] = set()
         self._homeless: set[int] = set()  # ranks whose logs came when there was no first host any more
@@ -268,8 +268,8 @@ class Coordinator:
 
     def _rank_ended(self, state: RankState, message: Message) -> None:
         state.code, state.gone = message["code"], True
-        told = any(failure.rank == state.rank for failure in self.table.failures)
-        if message["by_agent"] or told:
+        reported = any(failure.rank == state.rank for failure in self.table.failures)
+        if message["by_agent"] or reported:
             return
         if state.ending is not None:
             if (word := late_death(state)) is not None:
@@ -285,7 +285,7 @@ class Coordinator:
         self._fail(Failure(kind, state.rank, state.step, what, message["tail"], time.monotonic()))
 
     def _gather(self, rank: int, text: str) -> None:
-        """A log goes to the first host, while that takes them: its agent has to say its own word, too."""
+        """A log goes to the first host, while that takes them: its agent has messages of its own to send."""
         first = self._agents.get(0)
         if first is None or 0 in self.table.lost:
             self._homeless.add(rank)

@@ -18,8 +18,8 @@ from pipeline.cluster.outcome import Failure
 
 logger = logging.getLogger(__name__)
 
-# Shorter phases are not told.
-TOLD_SECONDS = 2.0
+# Shorter phases are not shown.
+SHOWN_SECONDS = 2.0
 _WORDS = {
     "starting": "importing torch and DeepSpeed",
     "preparing data": "reading data",
@@ -46,7 +46,7 @@ class StartPhases:
                 logger.info(f"{_WORDS[self._phase]}: {now - self._since:.0f} s")
             self._phase, self._since, self._is_long = rank_0.phase, now, False
             self._is_over = rank_0.phase not in _WORDS
-        elif not self._is_long and now - self._since > TOLD_SECONDS:
+        elif not self._is_long and now - self._since > SHOWN_SECONDS:
             self._is_long = True
             logger.info(f"{_WORDS[self._phase]} ...")
 

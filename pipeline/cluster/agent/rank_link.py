@@ -39,7 +39,7 @@ class RankLink:
         self._lock = threading.Lock()
 
     @property
-    def supervised(self) -> bool:
+    def has_agent(self) -> bool:
         """Whether an agent hears it."""
         return self._stream is not None
 

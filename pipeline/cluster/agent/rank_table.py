@@ -2,7 +2,7 @@
 torch.
 
 A failure makes others: ranks lose a peer's connection a moment after the peer died, and report that. The
-first failure is therefore the earliest that is no consequence by its own words.
+first failure is therefore the earliest that does not report itself as a consequence.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class RankState:
         host: Number of its host in the job.
         name: Name of that host.
         moved: When it last made progress, by the coordinator's clock.
-        ending: How its run ended by its own word, before it left.
+        ending: How its run ended as it reported itself, before it left.
         code: Exit status in `subprocess` convention; None while it runs.
         gone: Nothing more will be heard of it: its agent has said that it ended, or its host is lost.
     """
@@ -134,7 +134,7 @@ def describe_exit(code: int) -> str:
 
 
 def late_death(state: RankState) -> str | None:
-    """What to say of a rank that was killed behind its last word; None if it left by itself."""
+    """What to say of a rank that was killed after its final report; None if it left by itself."""
     if state.code is None or state.code >= 0:
         return None
     where = f"rank {state.rank} on {state.name}"

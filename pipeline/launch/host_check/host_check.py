@@ -1,4 +1,4 @@
-"""Whether the hosts of a job can run it: asked, compared, told as problems and as one table."""
+"""Whether the hosts of a job can run it: asked, compared, reported as problems and as one table."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Survey:
         cache_bytes: The same for its cache folder.
         world_size: Ranks of the job.
         launch: Address of this machine, to which ranks report.
-        interface: The network interface that gloo is told to use; None for the one of the host's name.
+        interface: The network interface that gloo is set to use; None for the one of the host's name.
     """
 
     answers: Answers

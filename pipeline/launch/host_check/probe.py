@@ -377,7 +377,7 @@ def say(answer: dict[str, Any]) -> None:
 def main() -> None:
     """Answer, wait for the word that all have, look for the others, and leave nothing behind."""
     began = time.time()
-    # A connection that is cut without a word would leave this waiting, and listening, for ever.
+    # A connection that is cut without notice would leave this waiting, and listening, for ever.
     signal.signal(signal.SIGALRM, lambda *_: sys.exit("nobody asked for the rest"))
     signal.alarm(int(sys.argv[1]))
     request = read_request()
@@ -386,11 +386,11 @@ def main() -> None:
     try:
         say({**ask(request), "began": began, "port": port})
         if line := sys.stdin.readline():
-            told = json.loads(line)
+            addresses = json.loads(line)
             say(
                 {
                     "seen": see_tokens(request),
-                    **{name: connect(told[name]) for name in ("reached", "reports")},
+                    **{name: connect(addresses[name]) for name in ("reached", "reports")},
                 }
             )
             sys.stdin.readline()

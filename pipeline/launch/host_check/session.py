@@ -2,7 +2,7 @@
 
 Nothing here ever asks the user: ssh gets BatchMode, so that it fails where it would prompt, and no option
 that accepts a host key. Which keys are trusted is the user's own configuration.
-Why a host could not be reached is told from what ssh
+Why a host could not be reached is found in what ssh
 printed, with the remedy for each cause.
 """
 

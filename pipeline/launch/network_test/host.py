@@ -1,8 +1,8 @@
-"""``python -m pipeline.launch.network_test.host``: a host's part in the test of the links, told line by line.
+"""``python -m pipeline.launch.network_test.host``: a host's part in the network test, reported line by line.
 
     1. says the port on which it listens, and how busy the host is: processes that want to run, per core
-    2. is told all hosts' addresses and ports, and says which of them it does not reach
-    3. is told to go on, and starts a rank for each slot, which say what they measure
+    2. receives all hosts' addresses and ports, and says which of them it does not reach
+    3. is asked to continue, and starts a rank for each slot, which say what they measure
 
 When its standard input ends - the one who asked is gone - it and its ranks end.
 """

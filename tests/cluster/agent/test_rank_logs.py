@@ -135,7 +135,7 @@ def test_the_last_bytes_of_a_stream() -> None:
 
 
 @pytest.mark.alone
-def test_an_outlet_that_nobody_reads_holds_nobody_up(tmp_path: Path) -> None:
+def test_a_writer_that_nobody_reads_holds_nobody_up(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     writer = NonBlockingWriter(writer)
     began = time.monotonic()
