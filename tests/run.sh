@@ -7,7 +7,7 @@
 #   tests/run.sh             all tests but those marked repeats; what CI runs (18 minutes on two cores)
 #   tests/run.sh --all       all tests: further pairs of layouts, the benchmarks' own runs
 #
-# Tests run on as many processes as there are cores, at most four; with "-n 0" on one, in the order of the files.
+# Tests run on one process more than there are cores, at most four; with "-n 0" on one, in the order of the files.
 #
 # As root on Debian or Ubuntu it also installs the packages below, for tests that train over several hosts inside
 # this machine. Where that fails, those tests are skipped and say why.

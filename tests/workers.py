@@ -37,8 +37,8 @@ _SECONDS_OTHERWISE = 0.05
 
 
 def num_workers() -> int:
-    """As many as there are cores, and not so many that ranks exhaust the memory."""
-    return min(len(os.sched_getaffinity(0)), MAX_WORKERS)
+    """One more than there are cores, since many tests wait, and not so many that ranks exhaust the memory."""
+    return min(len(os.sched_getaffinity(0)) + 1, MAX_WORKERS)
 
 
 class Controller:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import fsspec
 import pytest
 
 from pipeline.base.problems import JobError
@@ -16,6 +19,35 @@ from pipeline.data.remote_cache import RemoteCache
 
 SECRET = "hush-hush-secret-key"
 CONTENT = bytes(range(256)) * 4096  # one megabyte
+
+
+@contextmanager
+def s3_bucket() -> Iterator[tuple[fsspec.AbstractFileSystem, dict[str, str]]]:
+    """An S3 server with an empty bucket `books`, and the environment that reaches it, which is set meanwhile.
+
+    The bucket is removed at the end: all servers of a process hold the same objects.
+    """
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(
+        ip_address="127.0.0.1", port=0, verbose=False
+    )
+    server.start()
+    host, port = server.get_host_and_port()
+    environment = {
+        "AWS_ENDPOINT_URL_S3": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "reader",
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        system = fsspec.filesystem("s3", skip_instance_cache=True)
+        system.mkdir("books")
+        try:
+            yield system, environment
+        finally:
+            system.rm("books", recursive=True)
+            server.stop()
 
 
 class Web(ThreadingHTTPServer):

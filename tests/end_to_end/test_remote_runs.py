@@ -7,13 +7,12 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-import fsspec
 import pytest
 
+from tests.data.remote_objects import SECRET, s3_bucket
 from tests.end_to_end.jobs import Workshop
 from tests.harness import run_job
 
-SECRET = "hush-hush-secret-key"
 LAYOUTS = {
     "zero 2": (2, {"zero_optimization": {"stage": 2}}),
     "1f1b": (2, {"pipeline": {"stages": 2}}),
@@ -32,25 +31,9 @@ def write_records(path: Path) -> Path:
 @pytest.fixture(scope="module")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """The environment in which s3://books/records.jsonl can be read."""
-    server = pytest.importorskip("moto.server").ThreadedMotoServer(
-        ip_address="127.0.0.1", port=0, verbose=False
-    )
-    server.start()
-    host, port = server.get_host_and_port()
-    environment = {
-        "AWS_ENDPOINT_URL_S3": f"http://{host}:{port}",
-        "AWS_ACCESS_KEY_ID": "reader",
-        "AWS_SECRET_ACCESS_KEY": SECRET,
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment.items():
-            patch.setenv(name, value)
-        system = fsspec.filesystem("s3", skip_instance_cache=True)
-        system.mkdir("books")
+    with s3_bucket() as (system, environment):
         system.put(str(write_records(tmp_path_factory.mktemp("records") / "records.jsonl")), "books/")
-    yield environment
-    server.stop()
+        yield environment
 
 
 def arguments(workshop: Workshop, run: str, config: str, data: str, *more: str) -> list[str]:
