@@ -36,7 +36,7 @@ from pipeline.checkpoints.universal import (
 )
 from pipeline.job.job import Job
 from pipeline.job.run_file import TOKENIZER_FOLDER
-from pipeline.model.gpt import parameter_cuts
+from pipeline.model.gpt import parameter_slicings
 
 
 @dataclass(frozen=True)
@@ -123,12 +123,13 @@ def _write(
         verify_files(checkpoint, workers)
         partial.record_verified()
     source = open_source(checkpoint, job)
-    done = {name: files for name in source.cuts if (files := partial.written(name)) is not None}
+    done = {name: files for name in source.slicings if (files := partial.written(name)) is not None}
     # The largest first, so that none of them is left for the end.
-    left = sorted((name for name in source.cuts if name not in done), key=source.numel, reverse=True)
+    left = [name for name in source.slicings if name not in done]
+    left.sort(key=lambda name: source.slicings[name].numel, reverse=True)
     _check_space(source, left, partial)
     done |= dict(_write_parameters(source, left, partial, workers, _reporter(source, done, report)))
-    files = [file for name in source.cuts for file in done[name]]
+    files = [file for name in source.slicings for file in done[name]]
     files += write_common(source, job, checkpoint.state, task_of(checkpoint, job), partial.content)
     entries = {file.name: FileEntry(file.bytes, file.digest) for file in files}
     if (tokenizer := checkpoint.path / TOKENIZER_FOLDER).exists():
@@ -167,15 +168,15 @@ def open_source(checkpoint: Checkpoint, job: Job) -> WholeParameters:
         JobError: it holds others.
     """
     stored = StoredState(checkpoint.path, job.allow_pickle)
-    cuts = parameter_cuts(job.model)
-    there = {name: cut.full_shape for name, cut in stored.cuts.items()}
-    here = {name: cut.full_shape for name, cut in cuts.items()}
+    slicings = parameter_slicings(job.model)
+    there = {name: slicing.full_shape for name, slicing in stored.slicings.items()}
+    here = {name: slicing.full_shape for name, slicing in slicings.items()}
     if there != here:
         names = sorted(name for name in there | here if there.get(name) != here.get(name))
         rule = f"its parameters are not those of the model {job.model.name}: {', '.join(names)}"
         raise JobError([Problem("CHECKPOINT", str(checkpoint.path), rule, "Give the --model of its run")])
     scaler = stored.loss_scaler() if checkpoint.layout["compute"] == "fp16" else None
-    return WholeParameters(stored, cuts, scaler)
+    return WholeParameters(stored, slicings, scaler)
 
 
 def _check_space(source: WholeParameters, left: list[str], partial: PartialFolder) -> None:
@@ -214,7 +215,7 @@ def _reporter(
     source: WholeParameters, done: dict[str, list[WrittenFile]], report: Callable[[ConversionProgress], None]
 ) -> Callable[[str], None]:
     """A function to call with the name of each parameter that has been written."""
-    everything = {name: source.bytes_of(name) for name in source.cuts}
+    everything = {name: source.bytes_of(name) for name in source.slicings}
     names = list(done)
 
     def written(name: str) -> None:

@@ -1,7 +1,7 @@
 """What a run's checkpoint folder holds, and how a checkpoint comes into it and leaves it. No torch.
 
     checkpoints/global_step100/...            DeepSpeed's shards
-    checkpoints/global_step100/shards.json    which part of which parameter lies where in them
+    checkpoints/global_step100/shards.json    which slice of which parameter lies where in them
     checkpoints/global_step100/manifest.json  written when every rank's shards are complete (`manifest`)
     checkpoints/global_step150.partial/       being written, or left by a crash; never read
     checkpoints/global_step150.partial.replaced/  gives way to a newer state of that step (`publish`)

@@ -1,7 +1,7 @@
 """Loading a checkpoint into an engine, of the layout that saved it or of another.
 
 In the same layout DeepSpeed reads its own shards. Between two layouts stands the whole parameter by its name,
-in fp32, which no layout changes: a rank reads the part of it that its own shards hold, and copies it there;
+in fp32, which no layout changes: a rank reads the slices of it that its own shards hold, and copies it there;
 no arithmetic is done on the way. Of fp16's loss scale the JSON says how it acts, the checkpoint where it
 stands.
 """
@@ -23,8 +23,8 @@ from pipeline.checkpoints.lineage import Lineage, saved_lineage, write_lineage
 from pipeline.checkpoints.manifest import Checkpoint, TrainState, layout_of
 from pipeline.checkpoints.resume import PARTS_APART, lineage_after
 from pipeline.checkpoints.shards import (
-    Fragment,
     Shard,
+    ShardSlice,
     parameter_names,
     reads_own_shards,
     refresh_weights,
@@ -40,7 +40,7 @@ from pipeline.engine.agreement import gather_objects, gather_rows
 from pipeline.engine.deepspeed_patches import loading_own_files, loading_with
 from pipeline.engine.engine import TrainEngine
 from pipeline.job.run_file import CHECKPOINTS
-from pipeline.parallel.parameters import cut_of
+from pipeline.parallel.parameters import slicing_of
 
 
 def load_checkpoint(engine: TrainEngine, checkpoint: Checkpoint) -> TrainState:
@@ -153,30 +153,29 @@ def convert_checkpoint(engine: TrainEngine, checkpoint: Checkpoint, stored: Stor
 
 def _fill(engine: TrainEngine, shard: Shard, stored: StoredState, names: dict[Any, str]) -> None:
     """Give one shard its weights and its optimizer state."""
-    if not shard.fragments:  # nothing but padding
+    if not shard.slices:  # nothing but padding
         return
-    first = names[shard.fragments[0].parameter]
+    first = names[shard.slices[0].parameter]
     state = state_of(engine, shard)
     state.clear()
     for key in stored.state_names(first):
         state[key] = torch.zeros_like(shard.master)
     for key, value in stored.scalars(first).items():
         state[key] = _scalar(engine, shard, value)
-    for fragment in shard.fragments:
-        wanted = _slice(engine, fragment)
-        name = names[fragment.parameter]
+    for held in shard.slices:
+        wanted, name = _wanted(engine, held), names[held.parameter]
         for key in (MASTER, *stored.state_names(first)):
             target = shard.master if key == MASTER else state[key]
-            flat = target.detach().view(-1).narrow(0, fragment.offset, fragment.numel)
+            flat = target.detach().view(-1).narrow(0, held.offset, held.numel)
             flat.copy_(stored.view(name, key, wanted))
 
 
-def _slice(engine: TrainEngine, fragment: Fragment) -> Slice:
-    dim = cut_of(fragment.parameter).dim
-    parts, index = (
-        (1, 0) if dim is None else (engine.parallel.mesh.tensor, engine.parallel.coordinates.tensor)
-    )
-    return Slice(dim, parts, index, fragment.start, fragment.numel)
+def _wanted(engine: TrainEngine, held: ShardSlice) -> Slice:
+    """What to read for a slice that this rank holds."""
+    if (dim := slicing_of(held.parameter).dim) is None:
+        return Slice(None, 1, 0, held.start, held.numel)
+    mesh, here = engine.parallel.mesh, engine.parallel.coordinates
+    return Slice(dim, mesh.tensor, here.tensor, held.start, held.numel)
 
 
 def _scalar(engine: TrainEngine, shard: Shard, value: Any) -> Any:

@@ -4,7 +4,7 @@ Format 2:
 
     format          2; earlier manifests have none
     state           step, consumed samples and tokens, the data's progress, the lowest evaluation losses
-    layout          the sizes and formats that decide how the state is cut into shards
+    layout          the sizes and formats that decide how the state is divided into shards
     identity        model, tokenizer, sequence length, seed: what never changes in a run
     settings        what may change from one start to the next, and is then printed
     branches        the run's branches up to here (`pipeline.checkpoints.lineage`)
@@ -12,7 +12,7 @@ Format 2:
     config_digest   of the dict that DeepSpeed received
     files           for each: bytes, digest, and the number of the host that wrote it
     hosts, shared   how many hosts wrote, and whether into one file system
-    digest          of all of the above, so that a manifest that was edited or cut is not taken
+    digest          of all of the above, so that a manifest that was edited or truncated is not taken
 
 Names and shapes of the parameters are in `shards.json`, which `files` lists.
 """
@@ -120,7 +120,7 @@ class Checkpoint:
 
 
 def layout_of(job: Job) -> dict[str, Any]:
-    """What decides how the state is cut into shards, and in which formats."""
+    """What decides how the state is divided into shards, and in which formats."""
     zero = job.deepspeed["zero_optimization"]
     devices = [zero.get(block, {}).get("device") for block in ("offload_optimizer", "offload_param")]
     return {

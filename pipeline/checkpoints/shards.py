@@ -2,12 +2,12 @@
 
 Each of DeepSpeed's optimizers lays parameters end to end in flat tensors and divides these over replicas,
 each in its own way. Here all of them are described alike: a `Shard` is a flat fp32 tensor of master weights,
-with the optimizer's state of the same length, and `Fragment`s say which part of which parameter lies where.
+with the optimizer's state of the same length; its `ShardSlice`s are the slices of parameters in it.
 
     parameter a        [==========]                  of the tensor slice of this rank, flattened
     parameter b                   [================]
-    shard of replica 0 [--------------]              fragments a[0:10] at 0, b[0:4] at 10
-    shard of replica 1                [------------] fragment  b[4:16] at 0
+    shard of replica 0 [--------------]              slices a[0:10] at 0, b[0:4] at 10
+    shard of replica 1                [------------] slice  b[4:16] at 0
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from torch import Tensor, nn
 from pipeline.checkpoints.stored import Location, StoredState
 from pipeline.engine.agreement import gather_objects, gather_rows
 from pipeline.engine.engine import TrainEngine
-from pipeline.parallel.parameters import cut_of
+from pipeline.parallel.parameters import slicing_of
 
 
-class Fragment(NamedTuple):
+class ShardSlice(NamedTuple):
     """Elements ``start .. start + numel - 1`` of this rank's slice of a parameter, at `offset` in a shard."""
 
     parameter: nn.Parameter
@@ -49,7 +49,7 @@ class Fragment(NamedTuple):
 
 @dataclass(frozen=True)
 class Shard:
-    """A flat part of the optimizer's part.
+    """A flat tensor of the optimizer's.
 
     Attributes:
         master: fp32 weights, the tensor that torch's optimizer updates and has its state under. Of one
@@ -59,7 +59,7 @@ class Shard:
     """
 
     master: Tensor
-    fragments: tuple[Fragment, ...]
+    slices: tuple[ShardSlice, ...]
     weights_at: Location
     state_at: Location
 
@@ -128,9 +128,9 @@ def _unsharded(engine: TrainEngine) -> Iterator[Shard]:
     else:
         locations = {p: Location(file, ("module", name)) for name, p in module.named_parameters()}
     for index, parameter in enumerate(_parameters(torch_optimizer(engine))):
-        fragment = Fragment(parameter, 0, parameter.numel(), 0)
+        whole = ShardSlice(parameter, 0, parameter.numel(), 0)
         state = Location(file, ("optimizer", "state", index))
-        yield Shard(parameter, (fragment,), locations[parameter], state)
+        yield Shard(parameter, (whole,), locations[parameter], state)
 
 
 def _layer_locations(module: PipelineModule) -> Iterator[tuple[nn.Parameter, Location]]:
@@ -155,12 +155,12 @@ def _unsharded_16_bit(engine: TrainEngine) -> Iterator[Shard]:
         for index, (weight, master) in enumerate(zip(weights, masters, strict=True)):
             weights_at = Location(file, ("optimizer", "fp32_groups", group, index))
             state = Location(file, ("optimizer", OPTIMIZER_STATE_DICT, "state", count))
-            yield Shard(master, (Fragment(weight, 0, weight.numel(), 0),), weights_at, state)
+            yield Shard(master, (ShardSlice(weight, 0, weight.numel(), 0),), weights_at, state)
             count += 1
 
 
 def _zero_1_and_2(engine: TrainEngine) -> Iterator[Shard]:
-    """One flat tensor per group, cut into equal parts. The order in it is not that of the group where
+    """One flat tensor per group, divided into equal shards. The order in it is not that of the group where
     gradients go round robin."""
     optimizer = engine.deepspeed.optimizer
     for index, master in enumerate(optimizer.single_partition_of_fp32_groups):
@@ -181,43 +181,43 @@ def _bf16(engine: TrainEngine) -> Iterator[Shard]:
 def _flat_shard(
     engine: TrainEngine, index: int, master: Tensor, ordered: Iterable[tuple[nn.Parameter, int]]
 ) -> Shard:
-    """This replica's part of group `index`, whose parameters begin at the given offsets."""
+    """This replica's shard of group `index`, whose parameters begin at the given offsets."""
     file = _optimizer_file(engine)
     group = engine.deepspeed.optimizer.real_dp_process_group[index]
     first = torch.distributed.get_rank(group) * master.numel()
-    fragments = tuple(_inside(ordered, first, first + master.numel()))
+    slices = tuple(_inside(ordered, first, first + master.numel()))
     weights = Location(file, (OPTIMIZER_STATE_DICT, SINGLE_PARTITION_OF_FP32_GROUPS, index))
     state = Location(file, (OPTIMIZER_STATE_DICT, BASE_OPTIMIZER_STATE, "state", index))
-    return Shard(master, fragments, weights, state)
+    return Shard(master, slices, weights, state)
 
 
-def _inside(ordered: Iterable[tuple[nn.Parameter, int]], first: int, end: int) -> Iterator[Fragment]:
+def _inside(ordered: Iterable[tuple[nn.Parameter, int]], first: int, end: int) -> Iterator[ShardSlice]:
     """What of the parameters, which begin at the given offsets, lies in ``first .. end - 1``."""
     for parameter, begin in ordered:
         low, high = max(begin, first), min(begin + parameter.numel(), end)
         if low < high:
-            yield Fragment(parameter, low - begin, high - low, low - first)
+            yield ShardSlice(parameter, low - begin, high - low, low - first)
 
 
 def _zero_3(engine: TrainEngine) -> Iterator[Shard]:
-    """Each parameter is cut into equal parts (the last one padded); a sub-group holds a part of each of its
-    parameters."""
+    """Each parameter is divided into equal slices (the last one padded); a sub-group holds a slice of each of
+    its parameters."""
     optimizer, file = engine.deepspeed.optimizer, _optimizer_file(engine)
     masters = optimizer.fp32_partitioned_groups_flat
     # DeepSpeed hands its sub-groups to torch's optimizer group by group when it saves.
     order = sorted(range(len(masters)), key=lambda index: optimizer.sub_group_to_group_id[index])
     for index, master in enumerate(masters):
-        fragments = []
+        slices = []
         offset = 0
         for parameter in optimizer.fp16_groups[index]:
             length = parameter.partition_numel()
             start = optimizer._get_param_partition_rank(parameter) * length
             if (numel := min(length, parameter.ds_numel - start)) > 0:
-                fragments.append(Fragment(parameter, start, numel, offset))
+                slices.append(ShardSlice(parameter, start, numel, offset))
             offset += length
         weights = Location(file, (OPTIMIZER_STATE_DICT, FP32_FLAT_GROUPS, index))
         state = Location(file, (OPTIMIZER_STATE_DICT, OPTIMIZER_STATE_DICT, "state", order.index(index)))
-        yield Shard(master, tuple(fragments), weights, state)
+        yield Shard(master, tuple(slices), weights, state)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
@@ -259,12 +259,12 @@ def describe_shards(engine: TrainEngine) -> dict[str, Any]:
     return {
         "stage": here.pipeline,
         "tensor": here.tensor,
-        "parameters": {name: cut_of(parameter) for parameter, name in names.items()},
+        "parameters": {name: slicing_of(parameter) for parameter, name in names.items()},
         "shards": [
             {
                 "weights_at": shard.weights_at,
                 "state_at": shard.state_at,
-                "fragments": [(names[f.parameter], *f[1:]) for f in shard.fragments],
+                "fragments": [(names[held.parameter], *held[1:]) for held in shard.slices],
             }
             for shard in (shards(engine) if writes else ())
         ],

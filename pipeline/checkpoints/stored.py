@@ -1,7 +1,7 @@
 """A checkpoint of any layout, read parameter by parameter, without a process group.
 
-`shards.json` beside the manifest says which part of which parameter lies where in which file; the ranks that
-wrote the files knew. Reading follows it: nothing here depends on how DeepSpeed cuts and names things.
+`shards.json` beside the manifest says which slice of which parameter lies where in which file; the ranks that
+wrote the files knew. Reading follows it: nothing here depends on how DeepSpeed shards and names things.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pipeline.checkpoints.manifest import SHARDS
 from pipeline.checkpoints.unpickling import load_torch_file
-from pipeline.parallel.parameters import Cut
+from pipeline.parallel.parameters import Slicing
 
 MASTER = "master"  # among the names of the optimizer's tensors (exp_avg, ...): the weights themselves
 
@@ -34,8 +34,8 @@ class Location(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """Elements ``start .. start + numel - 1`` of part `index` of `parts`, into which a parameter is cut along
-    dimension `dim`; each part flattened by itself. `dim` None: it is whole."""
+    """Elements ``start .. start + numel - 1`` of part `index` of `parts`, into which a parameter is divided
+    along dimension `dim` (None: not at all); each part flattened by itself."""
 
     dim: int | None
     parts: int
@@ -44,8 +44,8 @@ class Slice(NamedTuple):
     numel: int
 
 
-class StoredFragment(NamedTuple):
-    """Elements from `start` on of a flattened part of a parameter, at `offset` in the tensors of a shard.
+class StoredSlice(NamedTuple):
+    """Elements from `start` on of what a tensor rank holds of a parameter, at `offset` in a shard's tensors.
 
     Its optimizer state is a dict at one location, or has one for each of its values.
     """
@@ -57,7 +57,7 @@ class StoredFragment(NamedTuple):
     state_at: Location | dict[str, Location]
 
 
-Part = list[StoredFragment]  # of a parameter, in order: the whole, or what a tensor rank holds
+Part = list[StoredSlice]  # in order: what a tensor rank holds of a parameter, or all of it
 
 
 class StoredState:
@@ -76,11 +76,11 @@ class StoredState:
         self.skipped_steps: int = content["skipped_steps"]
         self._index = content
         self.ranks: list[dict[str, Any]] = content["ranks"]
-        self.cuts: dict[str, Cut] = {}
+        self.slicings: dict[str, Slicing] = {}
         for rank in self.ranks:
             for name, (shape, dim) in rank["parameters"].items():
-                self.cuts[name] = Cut(tuple(shape), dim)
-        self._parts = {name: _checked(name, cut, parts) for name, (cut, parts) in self._fragments().items()}
+                self.slicings[name] = Slicing(tuple(shape), dim)
+        self._parts = self._located()
         self._opened: dict[str, Any] = {}
 
     def state_names(self, name: str) -> list[str]:
@@ -101,28 +101,30 @@ class StoredState:
         file, _ = next(shard for rank in self.ranks for shard in rank["shards"])["weights_at"]
         return self._value(Location(file, (OPTIMIZER_STATE_DICT, LOSS_SCALER)))
 
-    def read(self, name: str, key: str, wanted: Slice) -> Tensor:
+    def read(self, name: str, key: str, wanted: Slice | None = None) -> Tensor:
         """Values of a parameter, [numel] fp32: its weights for the key `MASTER`, else optimizer state.
 
-        Only what is asked for is read, but where rows of a matrix cut by columns are put together from
-        another number of parts: those are assembled as a whole.
-        """
-        return standing_alone(self.view(name, key, wanted))
+        Only what is asked for is read, except where a matrix sliced along dimension 1 is wanted in another
+        number of slices: it is assembled as a whole.
 
-    def view(self, name: str, key: str, wanted: Slice) -> Tensor:
-        """As `read`, but values that lie in one fragment are not copied: they are part of the mapped file."""
-        parts = self._parts[name]
-        shape, stored_dim = self.cuts[name]
-        dim = wanted.dim if stored_dim is None else stored_dim
+        Args:
+            wanted: None: all of it.
+        """
+        return with_own_storage(self.view(name, key, wanted))
+
+    def view(self, name: str, key: str, wanted: Slice | None = None) -> Tensor:
+        """As `read`, but values that are consecutive in a file are not copied: they are mapped from it."""
+        parts, slicing = self._parts[name], self.slicings[name]
+        wanted = wanted or Slice(None, 1, 0, 0, slicing.numel)
+        dim = wanted.dim if slicing.dim is None else slicing.dim
         if len(parts) == wanted.parts:
             return self._range(parts[wanted.index], key, wanted.start, wanted.numel)
         if dim == 0:  # parts follow each other
-            length = torch.Size(shape).numel()
+            length = slicing.numel
             joined = _joined(parts, length // len(parts))
-            return self._range(
-                joined, key, wanted.index * (length // wanted.parts) + wanted.start, wanted.numel
-            )
-        whole = self._whole(parts, key, shape, dim)
+            start = wanted.index * (length // wanted.parts) + wanted.start
+            return self._range(joined, key, start, wanted.numel)
+        whole = self._whole(parts, key, slicing.full_shape, dim)
         part = whole.chunk(wanted.parts, dim)[wanted.index].flatten()
         return part[wanted.start : wanted.start + wanted.numel]
 
@@ -132,29 +134,28 @@ class StoredState:
             target.copy_(self._range(part, key, 0, target.numel()).view(target.shape))
         return whole
 
-    def _range(self, fragments: Part, key: str, start: int, numel: int) -> Tensor:
-        """Elements ``start .. start + numel - 1`` of what the fragments, in order, make up."""
-        index = bisect_right([fragment.start for fragment in fragments], start) - 1
-        first = fragments[index]
+    def _range(self, part: Part, key: str, start: int, numel: int) -> Tensor:
+        """Elements ``start .. start + numel - 1`` of a part."""
+        index = bisect_right(part, start, key=attrgetter("start")) - 1
+        first = part[index]
         if start + numel <= first.start + first.numel:
             return self._tensor(first, key).narrow(0, first.offset + start - first.start, numel).float()
         values = _pages(numel)
         done = 0
         while done < numel:
-            fragment = fragments[index]
-            inside = start + done - fragment.start
-            count = min(fragment.numel - inside, numel - done)
-            flat = self._tensor(fragment, key)
-            values[done : done + count] = flat.narrow(0, fragment.offset + inside, count)
+            stored = part[index]
+            inside = start + done - stored.start
+            count = min(stored.numel - inside, numel - done)
+            values[done : done + count] = self._tensor(stored, key).narrow(0, stored.offset + inside, count)
             done += count
             index += 1
         return values
 
-    def _tensor(self, fragment: StoredFragment, key: str) -> Tensor:
-        """The flat tensor that a fragment lies in."""
+    def _tensor(self, stored: StoredSlice, key: str) -> Tensor:
+        """The flat tensor that a slice lies in."""
         if key == MASTER:
-            return self._value(fragment.weights_at).detach().flatten()
-        at = fragment.state_at
+            return self._value(stored.weights_at).detach().flatten()
+        at = stored.state_at
         value = self._value(at[key]) if isinstance(at, dict) else self._value(at)[key]
         return value.flatten()
 
@@ -182,25 +183,26 @@ class StoredState:
             self._opened[file] = load_torch_file(self.path / file, mmap=True, allowed=self._allowed)
         return self._opened[file]
 
-    def _fragments(self) -> dict[str, tuple[Cut, list[Part]]]:
-        """Of each parameter its cut and, for each part, the fragments in order.
+    def _located(self) -> dict[str, list[Part]]:
+        """Of each parameter, by tensor rank, where it is stored.
 
-        A tied weight is taken from the first stage that holds it, one that is not cut from the first tensor
-        rank: the others hold copies.
+        A tied weight is taken from the first stage that holds it, one that is not sliced from the first
+        tensor rank: the others hold copies.
         """
-        found: dict[str, dict[tuple[int, int], list[StoredFragment]]] = defaultdict(lambda: defaultdict(list))
+        found: dict[str, dict[tuple[int, int], Part]] = defaultdict(lambda: defaultdict(list))
         for rank in self.ranks:
-            for name, fragment in _stored_fragments(rank):
-                found[name][rank["stage"], rank["tensor"]].append(fragment)
-        fragments = {}
-        for name, cut in self.cuts.items():
+            for name, stored in _stored_slices(rank):
+                found[name][rank["stage"], rank["tensor"]].append(stored)
+        located = {}
+        for name, slicing in self.slicings.items():
             holders = sorted(found[name])
-            used = [at for at in holders if at[0] == holders[0][0]][: None if cut.dim is not None else 1]
-            fragments[name] = (cut, [sorted(found[name][at], key=attrgetter("start")) for at in used])
-        return fragments
+            used = [at for at in holders if at[0] == holders[0][0]][: None if slicing.dim is not None else 1]
+            located[name] = [sorted(found[name][at], key=attrgetter("start")) for at in used]
+            _check_coverage(name, located[name], slicing.numel)
+        return located
 
 
-def standing_alone(values: Tensor) -> Tensor:
+def with_own_storage(values: Tensor) -> Tensor:
     """Values that are all that their storage holds: themselves, or a copy where they are a view of more."""
     if values.untyped_storage().nbytes() == values.nbytes:
         return values
@@ -219,12 +221,12 @@ def _pages(numel: int) -> Tensor:
     return torch.frombuffer(pages, dtype=torch.float32)
 
 
-def _stored_fragments(rank: Mapping[str, Any]) -> Iterator[tuple[str, StoredFragment]]:
+def _stored_slices(rank: Mapping[str, Any]) -> Iterator[tuple[str, StoredSlice]]:
     for shard in rank["shards"]:
         weights, state = _location(shard["weights_at"]), shard["state_at"]
         state = {k: _location(at) for k, at in state.items()} if isinstance(state, dict) else _location(state)
         for name, start, numel, offset in shard["fragments"]:
-            yield name, StoredFragment(start, numel, offset, weights, state)
+            yield name, StoredSlice(start, numel, offset, weights, state)
 
 
 def _location(entry: Sequence[Any]) -> Location:
@@ -232,26 +234,24 @@ def _location(entry: Sequence[Any]) -> Location:
     return Location(file, tuple(keys))
 
 
-def _checked(name: str, cut: Cut, parts: list[Part]) -> list[Part]:
-    """The parts, of which each must be there from its first element to its last."""
-    total = torch.Size(cut.full_shape).numel()
+def _check_coverage(name: str, parts: list[Part], total: int) -> None:
+    """Each part must be there from its first element to its last, and all of them together are the whole."""
     covered = 0
     for part in parts:
         end = 0
-        for fragment in part:
-            if fragment.start != end:
-                raise RuntimeError(f"{SHARDS} does not cover {name} once: {fragment.start} follows {end}")
-            end += fragment.numel
+        for stored in part:
+            if stored.start != end:
+                raise RuntimeError(f"{SHARDS} does not cover {name} once: {stored.start} follows {end}")
+            end += stored.numel
         covered += end
     if covered != total:
         raise RuntimeError(f"{SHARDS} covers {covered} of the {total} elements of {name}")
-    return parts
 
 
 def _joined(parts: Sequence[Part], length: int) -> Part:
-    """The fragments of all parts, each `length` long, counted from the beginning of the first."""
+    """The slices of all parts, each `length` long, counted from the beginning of the first."""
     return [
-        fragment._replace(start=fragment.start + index * length)
+        stored._replace(start=stored.start + index * length)
         for index, part in enumerate(parts)
-        for fragment in part
+        for stored in part
     ]

@@ -1,13 +1,13 @@
-"""A checkpoint that no layout has cut: DeepSpeed's universal format, with an index that this project reads.
+"""A checkpoint with whole parameters: DeepSpeed's universal format, with an index that this project reads.
 
-    zero/<parameter>/fp32.pt            {"param": the whole, "cat_dim": the dimension that tensor ranks cut}
+    zero/<parameter>/fp32.pt            {"param": the whole, "cat_dim": the dimension that tensor ranks slice}
     zero/<parameter>/exp_avg.pt, ...    the optimizer's tensors, in the same way
     zero/<parameter>/step.pt            what else the optimizer keeps for it, as it is
     zero/optimizer_state.pt             settings of the optimizer's groups; the loss scale of an fp16 run
     *mp_rank_00_model_states.pt         counters that DeepSpeed looks for; no weights
     shards.json                         where each parameter lies, as in every checkpoint
 
-Each rank of any layout reads from it the part of each parameter that it holds. DeepSpeed's own loading
+Each rank of any layout reads from it the slice of each parameter that it holds. DeepSpeed's own loading
 (``"checkpoint": {"load_universal": true}``) reads it at ZeRO 1 and 2 and, with whole weights, at ZeRO 3.
 """
 
@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from deepspeed.checkpoint.constants import (
     CAT_DIM,
     CLIP_GRAD,
@@ -36,12 +35,12 @@ from deepspeed.git_version_info import version as deepspeed_version
 
 from pipeline.checkpoints.files import WrittenFile, write_bytes
 from pipeline.checkpoints.manifest import SHARDS, TrainState
-from pipeline.checkpoints.stored import MASTER, Location, Slice, StoredState, standing_alone
+from pipeline.checkpoints.stored import MASTER, Location, StoredState, with_own_storage
 from pipeline.checkpoints.torch_file import PickledObject
 from pipeline.engine.optimizer import build_optimizer
 from pipeline.job.job import Job
 from pipeline.model.gpt import outline
-from pipeline.parallel.parameters import Cut
+from pipeline.parallel.parameters import Slicing
 
 ZERO = "zero"
 FP32 = "fp32"
@@ -58,32 +57,27 @@ class WholeParameters:
     """What is written anew, and the one rule for each of its parameters.
 
     Attributes:
-        cuts: By name, of the whole model.
+        slicings: By name, of the whole model.
         loss_scaler: DeepSpeed's, where weights are in fp16.
     """
 
     stored: StoredState
-    cuts: dict[str, Cut]
+    slicings: dict[str, Slicing]
     loss_scaler: Any = None
-
-    def numel(self, name: str) -> int:
-        """Elements of a parameter."""
-        return torch.Size(self.cuts[name].full_shape).numel()
 
     def bytes_of(self, name: str) -> int:
         """What the files of a parameter will take, about."""
         tensors, scalars = 1 + len(self.stored.state_names(name)), len(self.stored.scalars(name))
-        return tensors * self.numel(name) * FLOAT32 + (tensors + scalars) * FILE_OVERHEAD
+        return tensors * self.slicings[name].numel * FLOAT32 + (tensors + scalars) * FILE_OVERHEAD
 
     def values(self, name: str) -> Iterator[tuple[str, Any]]:
         """The content of each file of a parameter, by the file's stem. One tensor is in memory at a time."""
-        cut = self.cuts[name]
-        whole = Slice(None, 1, 0, 0, self.numel(name))
+        slicing = self.slicings[name]
         for key in (MASTER, *self.stored.state_names(name)):
-            values = standing_alone(self.stored.view(name, key, whole))
-            content: dict[str, Any] = {PARAM: values.view(cut.full_shape)}
-            if cut.dim is not None:
-                content[CAT_DIM] = cut.dim
+            values = with_own_storage(self.stored.view(name, key))
+            content: dict[str, Any] = {PARAM: values.view(slicing.full_shape)}
+            if slicing.dim is not None:
+                content[CAT_DIM] = slicing.dim
             yield FP32 if key == MASTER else key, content
             del values, content
         yield from self.stored.scalars(name).items()
@@ -143,7 +137,7 @@ def _optimizer_state(source: WholeParameters, job: Job, state: TrainState) -> di
     optimizer = build_optimizer(replace(job.optimizer, fused=False), outline(job.model))
     rate = job.schedule(max(state.step, 1))
     groups = [{**group, "lr": rate} for group in optimizer.state_dict()[PARAM_GROUPS]]
-    first = source.stored.scalars(next(iter(source.cuts)))
+    first = source.stored.scalars(next(iter(source.slicings)))
     content = {
         PARAM_GROUPS: groups,
         OPTIMIZER_STATE_DICT: {"state": {0: first}, PARAM_GROUPS: groups},  # where ZeRO 3 looks
@@ -163,8 +157,8 @@ def _index(source: WholeParameters, origin: dict[str, Any]) -> dict[str, Any]:
             {
                 "stage": 0,
                 "tensor": 0,
-                "parameters": {name: Cut(cut.full_shape, None) for name, cut in source.cuts.items()},
-                "shards": [_shard(source, name) for name in source.cuts],
+                "parameters": {name: each._replace(dim=None) for name, each in source.slicings.items()},
+                "shards": [_shard(source, name) for name in source.slicings],
             }
         ],
     }
@@ -177,5 +171,5 @@ def _shard(source: WholeParameters, name: str) -> dict[str, Any]:
     return {
         "weights_at": Location(f"{folder}/{FP32}.pt", (PARAM,)),
         "state_at": {**tensors, **scalars},
-        "fragments": [(name, 0, source.numel(name), 0)],
+        "fragments": [(name, 0, source.slicings[name].numel, 0)],
     }

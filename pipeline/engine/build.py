@@ -29,7 +29,7 @@ def build_engine(job: Job, parallel: Parallel, weights: Source | None = None) ->
 
     The order in which parallelism is applied:
 
-    1. tensor: the factory cuts each parameter as it is made, so that no rank keeps more than its slice.
+    1. tensor: the factory slices each parameter as it is made, so that no rank keeps more than its slice.
     2. sequence, activation checkpointing: the layers themselves exchange and recompute; they are planned here
        and not built, because
     3. pipeline: a stage builds the layers it holds and no others.

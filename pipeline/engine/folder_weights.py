@@ -20,7 +20,7 @@ from pipeline.hugging_face.safetensors_files import stored_tensors
 from pipeline.hugging_face.tensor_map import OUTPUT, TIED, Block, Entry, tensor_map
 from pipeline.job.initial_weights import NO_COPY, NO_COPY_REMEDY, SAMPLE_BYTES, SAMPLES, full_name
 from pipeline.model.config import ModelConfig
-from pipeline.parallel.parameters import Cut
+from pipeline.parallel.parameters import Slicing
 
 NAN_REMEDY = "These weights cannot be trained: give those of an earlier moment, or of another model"
 
@@ -52,21 +52,23 @@ class FolderWeights:
                     digest.update(stream.read(SAMPLE_BYTES))
         return digest.hexdigest()
 
-    def part(self, name: str, cut: Cut, parts: int, index: int) -> Tensor:
-        """Part `index` of `parts` of a parameter, in fp32; all of it where it is not cut.
+    def part(self, name: str, slicing: Slicing, parts: int, index: int) -> Tensor:
+        """Slice `index` of `parts` of a parameter, in fp32; all of it where it is not sliced.
 
         Raises:
             JobError: values are infinite or no numbers, or a tied output layer is no copy of the embedding.
             ValueError: the parameter has another shape here.
         """
         entry = self._entries[name]
-        if entry.shape != cut.full_shape:
-            raise ValueError(f"{name} has the shape {cut.full_shape}, and the folder's makes {entry.shape}")
+        if entry.shape != slicing.full_shape:
+            raise ValueError(
+                f"{name} has the shape {slicing.full_shape}, and the folder's makes {entry.shape}"
+            )
         order, columns = entry.order, slice(None)
-        if cut.dim == 0:
+        if slicing.dim == 0:
             order = order.reshape(parts, -1)[index]
-        elif cut.dim == 1:
-            width = cut.full_shape[1] // parts
+        elif slicing.dim == 1:
+            width = slicing.full_shape[1] // parts
             columns = slice(index * width, (index + 1) * width)
         values = self._gather(entry, order, columns)
         if name == TIED and OUTPUT in self._places:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.job.job import OptimizerConfig
-from pipeline.parallel.parameters import cut_of
+from pipeline.parallel.parameters import slicing_of
 
 
 def build_optimizer(config: OptimizerConfig, module: nn.Module) -> torch.optim.Optimizer:
@@ -20,7 +20,7 @@ def build_optimizer(config: OptimizerConfig, module: nn.Module) -> torch.optim.O
     """
     matrices, vectors = [], []
     for parameter in module.parameters():
-        (matrices if len(cut_of(parameter).full_shape) > 1 else vectors).append(parameter)
+        (matrices if len(slicing_of(parameter).full_shape) > 1 else vectors).append(parameter)
     groups: list[dict[str, Any]] = [
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},

@@ -33,7 +33,7 @@ from pipeline.model.modules import Rotary, norm_class
 from pipeline.parallel.context import Parallel
 from pipeline.parallel.documents import PassDocuments
 from pipeline.parallel.dropout import DropoutClock
-from pipeline.parallel.parameters import Cut, ParameterFactory, cut_of
+from pipeline.parallel.parameters import ParameterFactory, Slicing, slicing_of
 from pipeline.parallel.tensor import VocabularyEmbedding
 
 TIED_KEY = "embed"
@@ -109,13 +109,13 @@ class SequentialGPT(nn.Module):
 
 
 class OutlineFactory(ParameterFactory):
-    """Makes parameters that take no memory, with the cut that they would have on several tensor ranks."""
+    """Makes parameters that take no memory, with the slicing that they would have on several tensor ranks."""
 
     def _make(
         self, name: str, shape: tuple[int, ...], dim: int | None, draw: Callable[[], np.ndarray]
     ) -> nn.Parameter:
         parameter = nn.Parameter(torch.empty(shape, device="meta"))
-        parameter.cut = Cut(shape, dim)  # type: ignore[attr-defined]
+        parameter.slicing = Slicing(shape, dim)  # type: ignore[attr-defined]
         return parameter
 
 
@@ -125,10 +125,10 @@ def outline(config: ModelConfig) -> SequentialGPT:
     return SequentialGPT(plan_layers(config, factory, DropoutClock(0, 1), "none"))
 
 
-def parameter_cuts(config: ModelConfig) -> dict[str, Cut]:
+def parameter_slicings(config: ModelConfig) -> dict[str, Slicing]:
     """Of each parameter of a model its full shape and the dimension that tensor ranks divide, by name.
 
-    This is the one rule for a parameter wherever a checkpoint is cut anew. It comes from the class of the
+    This is the one rule for a parameter, also where a checkpoint is converted. It comes from the class of the
     layer that makes the parameter; there are no patterns of names to keep.
     """
-    return {name: cut_of(parameter) for name, parameter in outline(config).named_parameters()}
+    return {name: slicing_of(parameter) for name, parameter in outline(config).named_parameters()}

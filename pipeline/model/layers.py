@@ -1,4 +1,4 @@
-"""The units a pipeline is cut into: embedding, positions, blocks, final norm, output layer.
+"""The units that a pipeline is divided into: embedding, positions, blocks, final norm, output layer.
 
 Each maps one tensor to one tensor: token ids [b, t / n] into the first, hidden states [b, t / n, hidden]
 between all others, logits [b, t / n, padded vocabulary / tensor] out of the last. That is all that crosses a

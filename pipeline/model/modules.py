@@ -81,7 +81,7 @@ class Rotary:
 
 
 class MLP(nn.Module):
-    """[b, t, hidden] -> [b, t, hidden] through an inner width of ffn (cut over tensor ranks).
+    """[b, t, hidden] -> [b, t, hidden] through an inner width of ffn (sliced over tensor ranks).
 
     SwiGLU (Shazeer 2020) interleaves the rows of gate and up, (gate 0, up 0, gate 1, ...), so that a tensor
     rank's slice of the weight is contiguous and holds both halves of each inner unit.

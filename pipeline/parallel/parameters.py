@@ -1,4 +1,9 @@
-"""Parameters: drawn whole, then sliced. The one place that knows a parameter's name and its cut.
+"""Parameters: drawn whole, then sliced. The one place that knows a parameter's name and its slicing.
+
+Two words for a part of the state, here and in checkpoints:
+
+    slice   consecutive elements of one parameter: what a tensor rank holds of it, or a range of that
+    shard   what one rank keeps and updates of the state: a flat tensor with slices of many parameters
 
 Their values come from a `Source`, which gives a rank its part, or are drawn. The full tensor is drawn from a
 generator seeded by (seed, parameter name), so initial weights are the same in every layout: no rank's draw
@@ -8,6 +13,7 @@ torch's constructors by ones in the compute type.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,28 +26,33 @@ from torch import Tensor, nn
 from pipeline.parallel.context import Parallel
 
 
-class Cut(NamedTuple):
+class Slicing(NamedTuple):
     """How a parameter is divided over the tensor ranks.
 
     Attributes:
         full_shape: The shape at tensor size 1.
-        dim: The dimension that is cut into equal contiguous parts; None where every rank holds all.
+        dim: The dimension that is divided into equal contiguous slices; None where every rank holds all.
     """
 
     full_shape: tuple[int, ...]
     dim: int | None
 
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return math.prod(self.full_shape)
+
 
 class Source(Protocol):
     """Where initial values come from that are not drawn."""
 
-    def part(self, name: str, cut: Cut, parts: int, index: int) -> Tensor:
-        """Part `index` of `parts` of the parameter, in fp32; all of it where ``cut.dim`` is None."""
+    def part(self, name: str, slicing: Slicing, parts: int, index: int) -> Tensor:
+        """Slice `index` of `parts` of the parameter, in fp32; all of it where ``slicing.dim`` is None."""
 
 
-def cut_of(parameter: nn.Parameter) -> Cut:
-    """The cut that `ParameterFactory` made; every parameter of a model has one."""
-    return parameter.cut  # type: ignore[attr-defined,no-any-return]
+def slicing_of(parameter: nn.Parameter) -> Slicing:
+    """How `ParameterFactory` sliced it; every parameter of a model has one."""
+    return parameter.slicing  # type: ignore[attr-defined,no-any-return]
 
 
 @dataclass(frozen=True)
@@ -62,7 +73,7 @@ class ParameterFactory:
         return replace(self, prefix=f"{self.prefix}{name}.")
 
     def normal(self, name: str, shape: tuple[int, ...], std: float, dim: int | None = None) -> nn.Parameter:
-        """Drawn from N(0, std^2) for the full `shape`, then cut along `dim`."""
+        """Drawn from N(0, std^2) for the full `shape`, then sliced along `dim`."""
 
         def draw() -> np.ndarray:
             seeds = np.random.SeedSequence([self.seed, zlib.crc32(f"{self.prefix}{name}".encode())])
@@ -81,15 +92,15 @@ class ParameterFactory:
         self, name: str, shape: tuple[int, ...], dim: int | None, draw: Callable[[], np.ndarray]
     ) -> nn.Parameter:
         parts, index = self.parallel.mesh.tensor, self.parallel.coordinates.tensor
-        cut = Cut(shape, dim if parts > 1 else None)
+        slicing = Slicing(shape, dim if parts > 1 else None)
         if self.source is not None:
-            part = self.source.part(f"{self.prefix}{name}", cut, parts, index)
+            part = self.source.part(f"{self.prefix}{name}", slicing, parts, index)
         else:
             full = torch.from_numpy(draw())
             # A copy: a view would keep the whole.
-            part = full if cut.dim is None else full.chunk(parts, cut.dim)[index].clone()
+            part = full if slicing.dim is None else full.chunk(parts, slicing.dim)[index].clone()
         parameter = nn.Parameter(part)
-        parameter.cut = cut  # type: ignore[attr-defined]
+        parameter.slicing = slicing  # type: ignore[attr-defined]
         return parameter
 
 
@@ -98,11 +109,11 @@ def mark_counted_once(module: nn.Module, parallel: Parallel) -> None:
 
     DeepSpeed sums squared norms over pipeline x tensor ranks. It reads ``p.model_parallel`` (count here) on
     ranks other than the first and ``p.ds_pipe_replicated`` (a tied copy, never count) in most of its
-    optimizers, but only the former in the fp32 clip without ZeRO. A cut parameter counts on every tensor
+    optimizers, but only the former in the fp32 clip without ZeRO. A sliced parameter counts on every tensor
     rank, a replicated one on tensor rank 0, a tied one on the stage that owns it.
     """
     first = parallel.coordinates.tensor == 0
     for parameter in module.parameters():
         replica = getattr(parameter, "ds_pipe_replicated", False)
-        counted = not replica and (first or cut_of(parameter).dim is not None)
+        counted = not replica and (first or slicing_of(parameter).dim is not None)
         parameter.model_parallel = counted  # type: ignore[attr-defined]

@@ -6,7 +6,7 @@ A pair of linears costs one all-reduce in each direction (Y = f(X A) B):
           [ A0 | A1 ]                [ B0 ]      rank r computes f(X A_r) B_r,
                                      [ B1 ]      the sum over r is the result
 
-`nn.Linear` stores the transpose, so a column cut is dimension 0 of the weight, a row cut dimension 1.
+`nn.Linear` stores the transpose, so that columns lie along dimension 0 of the weight, rows along 1.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class VocabularyEmbedding(nn.Module):
 
 
 class _VocabularyCrossEntropy(torch.autograd.Function):
-    """Cross-entropy over logits whose last dimension is cut over tensor ranks; never gathers them.
+    """Cross-entropy over logits whose last dimension is sliced over tensor ranks; never gathers them.
 
     With m the global maximum and s = sum_j exp(z_j - m), the loss of label y is log s - (z_y - m). Three
     all-reduces of one number per token: m, s, and z_y (nonzero on the rank that holds y).

@@ -1,7 +1,7 @@
 """DeepSpeed-Ulysses sequence parallelism (Jacobs et al. 2023): attention sees whole sequences of fewer heads.
 
 Everywhere else a rank holds positions [r t / n, (r + 1) t / n) of its samples. Around attention two
-all-to-alls trade that cut of the sequence for a cut of the heads:
+all-to-alls trade that slice of the sequence for a slice of the heads:
 
     [b, t / n, groups, g + 2, d]  -->  [b, t, groups / n, g + 2, d]   q, k, v of a group travel together
     [b, t, heads / n, d]          -->  [b, t / n, heads, d]           the attention output comes back

@@ -37,7 +37,7 @@ def _parallelism(job: Job) -> list[str]:
             f"layer boundaries {list(job.stages)}"
         )
     if mesh.tensor > 1:
-        lines.append(f"tensor: every weight matrix cut over {mesh.tensor} ranks")
+        lines.append(f"tensor: every weight matrix sliced over {mesh.tensor} ranks")
     if mesh.sequence > 1:
         length = job.batch.sequence_length // mesh.sequence
         lines.append(f"sequence: {length} tokens of each sample on each of {mesh.sequence} ranks (Ulysses)")

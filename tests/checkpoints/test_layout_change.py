@@ -20,7 +20,7 @@ from pipeline.job.options import parse_options
 from pipeline.job.resolve import resolve
 from pipeline.job.schema import KEYS
 from pipeline.job.world import Host, World
-from pipeline.parallel.parameters import cut_of
+from pipeline.parallel.parameters import slicing_of
 from tests.checkpoints.layouts import OPTIMIZERS, Layout, arguments, find
 from tests.checkpoints.matrices import FAST, FORMATS, OFFLINE, OTHER, RESHAPE, Row, both_sides, formats
 from tests.checkpoints.runs import BEFORE, STEPS, Runs, differences, differing_state, losses, saved
@@ -44,7 +44,7 @@ def convert(command: list[str], ranks: int, source: Path) -> list[str]:
     stored, wrong = StoredState(source), []
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter]) if job.zero_stage == 3 else nullcontext():
-            dim = cut_of(parameter).dim
+            dim = slicing_of(parameter).dim
             part = (None, 1, 0) if dim is None else (dim, job.mesh.tensor, engine.parallel.coordinates.tensor)
             master = stored.read(name, MASTER, Slice(*part, 0, parameter.numel()))
             if not torch.equal(parameter.detach().flatten(), master.to(parameter.dtype)):

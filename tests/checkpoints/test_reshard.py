@@ -25,12 +25,13 @@ from pipeline.checkpoints import conversion, universal
 from pipeline.checkpoints.conversion import convert
 from pipeline.checkpoints.files import digest_of
 from pipeline.checkpoints.manifest import MANIFEST, FileEntry, TrainState, read_checkpoint, write_manifest
-from pipeline.checkpoints.stored import Slice, StoredState
+from pipeline.checkpoints.stored import StoredState
 from pipeline.job.job import Job
 from pipeline.job.options import parse_options
 from pipeline.job.resolve import resolve
 from pipeline.job.world import Host, World
-from pipeline.model.gpt import parameter_cuts
+from pipeline.model.gpt import parameter_slicings
+from pipeline.parallel.parameters import Slicing
 from tests.checkpoints.kills import kill_at_call
 from tests.checkpoints.layouts import arguments, find
 from tests.checkpoints.runs import BEFORE, Runs, differing_state, saved
@@ -129,22 +130,26 @@ class Invented:
 
     skipped_steps = 3
 
+    def __init__(self, slicings: dict[str, Slicing]) -> None:
+        self.slicings = slicings
+
     def state_names(self, name: str) -> list[str]:
         return ["exp_avg", "exp_avg_sq"]
 
     def scalars(self, name: str) -> dict[str, Any]:
         return {"step": torch.tensor(2.0)}
 
-    def view(self, name: str, key: str, wanted: Slice) -> Tensor:
-        return torch.arange(wanted.numel, dtype=torch.float32) + len(name) + len(key)
+    def view(self, name: str, key: str) -> Tensor:
+        return torch.arange(self.slicings[name].numel, dtype=torch.float32) + len(name) + len(key)
 
 
 def invent(job: Job, path: Path, scaler: Any = None) -> None:
     """A checkpoint of the job's model at `path` that nobody trained."""
     path.mkdir(parents=True)
     state = TrainState(step=2, consumed_samples=16, tokens=256)
-    source = universal.WholeParameters(Invented(), parameter_cuts(job.model), scaler)  # type: ignore[arg-type]
-    files = [file for name in source.cuts for file in universal.write_parameter(source, name, path)]
+    slicings = parameter_slicings(job.model)
+    source = universal.WholeParameters(Invented(slicings), slicings, scaler)  # type: ignore[arg-type]
+    files = [file for name in source.slicings for file in universal.write_parameter(source, name, path)]
     files += universal.write_common(source, job, state, {}, path)
     write_manifest(job, state, path, {file.name: FileEntry(file.bytes, file.digest) for file in files})
 
@@ -216,7 +221,7 @@ def convert_another(job: Job, folder: Path) -> list[str]:
     invent(job, folder / "first")
     end = run_child(job, folder / "first", folder / "made", 60)
     left = list((folder / "made.partial" / "written").iterdir())
-    Invented.view = lambda self, name, key, wanted: torch.full((wanted.numel,), 5.0)  # type: ignore[assignment]
+    Invented.view = lambda self, name, key: torch.full((self.slicings[name].numel,), 5.0)  # type: ignore[assignment]
     invent(job, folder / "second")
     convert(read_checkpoint(folder / "second"), job, folder / "made", 1)
     wrong = differing_state(folder / "second", folder / "made", 0.0)
@@ -226,8 +231,8 @@ def convert_another(job: Job, folder: Path) -> list[str]:
 def test_what_is_on_the_disk_is_not_written_again(tmp_path: Path):
     job = invented_job(tmp_path)
     before, written = run_ranks(convert_the_rest, 1, job, tmp_path)[0]
-    assert 0 < before < len(parameter_cuts(job.model))
-    assert written == len(parameter_cuts(job.model)) - before
+    assert 0 < before < len(parameter_slicings(job.model))
+    assert written == len(parameter_slicings(job.model)) - before
 
 
 def convert_the_rest(job: Job, folder: Path) -> tuple[int, int]:
@@ -243,7 +248,7 @@ def convert_the_rest(job: Job, folder: Path) -> tuple[int, int]:
 @pytest.mark.slow
 def test_memory_is_bounded_by_the_largest_parameter(tmp_path: Path):
     job = invented_job(tmp_path, num_layers=4, hidden_size=512, ffn_hidden_size=2048, head_dim=128)
-    sizes = {name: torch.Size(cut.full_shape).numel() * 4 for name, cut in parameter_cuts(job.model).items()}
+    sizes = {name: slicing.numel * 4 for name, slicing in parameter_slicings(job.model).items()}
     largest, total = max(sizes.values()), 3 * sum(sizes.values())
     assert total > 30 * largest
     for workers in (1, 3):
@@ -429,7 +434,7 @@ def test_newer_checkpoints_that_are_passed_over_are_said(
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (RuntimeError("no such fragment"), "error: no such fragment\n"),
+        (RuntimeError("no such slice"), "error: no such slice\n"),
         (ValueError("no number"), "error: no number\n"),
         (TimeoutError(110, "timed out"), "error: timed out; the same command continues\n"),
         (None, "\ninterrupted; the same command continues\n"),

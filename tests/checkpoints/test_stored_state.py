@@ -1,4 +1,4 @@
-"""Reading a parameter from shards cut in any way, as any part of it."""
+"""Reading a parameter from shards of any layout, as any slice of it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def values(key: str) -> Tensor:
 
 
 def write(path: Path, dim: int | None, parts: int, stages: int = 1) -> list[dict[str, Any]]:
-    """Shards of a parameter cut into `parts` along `dim`, which each of `stages` holds; of the copies only
-    the first stage's is right. Each shard begins with three elements of something else."""
+    """Shards of a parameter divided into `parts` along `dim`, which each of `stages` holds; of the copies
+    only the first stage's is right. Each shard begins with three elements of something else."""
     ranks = []
     for stage, tensor in itertools.product(range(stages), range(parts)):
         bounds = BOUNDARIES[1 if dim is None else parts]
@@ -58,7 +58,7 @@ def test_every_range_of_every_part_is_read(dim: int | None, parts: int, stages: 
     state = stored(tmp_path, write(tmp_path, dim, parts, stages))
     assert state.state_names("w") == ["exp_avg"]
     assert state.scalars("w") == {"step": 7.0}
-    # Whoever reads it may cut along the same dimension; uncut storage may be cut along any.
+    # A reader may slice along the same dimension; what is stored whole, along any.
     for wanted, count in itertools.product((0, 1) if dim is None else (dim,), (1, 2, 4)):
         for index, key in itertools.product(range(count), (MASTER, "exp_avg")):
             part = values(key).chunk(count, wanted)[index].flatten()

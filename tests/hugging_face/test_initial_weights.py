@@ -26,7 +26,7 @@ from pipeline.job.world import Host, World
 from pipeline.model.config import ModelConfig
 from pipeline.parallel.context import Parallel
 from pipeline.parallel.mesh import Mesh
-from pipeline.parallel.parameters import Cut
+from pipeline.parallel.parameters import Slicing
 from tests.harness import init_deepspeed_distributed, run_ranks
 from tests.hugging_face.folders import only_config, options, write_folder
 
@@ -226,7 +226,7 @@ def read(folder: Path) -> FolderWeights:
 
 def embedding(weights: FolderWeights, config: ModelConfig) -> torch.Tensor:
     shape = (config.padded_vocab_size, config.hidden_size)
-    return weights.part("tied_modules.embed.weight", Cut(shape, None), 1, 0)
+    return weights.part("tied_modules.embed.weight", Slicing(shape, None), 1, 0)
 
 
 def test_tensors_that_say_nothing_are_no_problem(folder: Path):
@@ -363,7 +363,7 @@ def test_values_that_are_no_numbers_are_refused_by_name(folder: Path, value: flo
     weights, refused = FolderWeights(folder, model), []
     for parameter, shape in shapes.items():
         try:
-            weights.part(parameter, Cut(shape, None), 1, 0)
+            weights.part(parameter, Slicing(shape, None), 1, 0)
         except JobError as error:
             (problem,) = error.problems
             assert (problem.key, problem.value) == ("model", str(folder / "model.safetensors"))

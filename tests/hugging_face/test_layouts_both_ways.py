@@ -183,7 +183,7 @@ def forget_to_transpose() -> None:
 
 def take_the_other_slice() -> None:
     part = FolderWeights.part
-    FolderWeights.part = lambda self, name, cut, parts, index: part(self, name, cut, parts, 1 - index)  # type: ignore[method-assign]
+    FolderWeights.part = lambda self, name, slicing, parts, index: part(self, name, slicing, parts, 1 - index)  # type: ignore[method-assign]
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from pipeline.model.config import ModelConfig
 from pipeline.model.gpt import SequentialGPT, plan_layers
 from pipeline.parallel.context import Parallel
 from pipeline.parallel.dropout import DropoutClock
-from pipeline.parallel.parameters import Cut, ParameterFactory, Source
+from pipeline.parallel.parameters import ParameterFactory, Slicing, Source
 from tests.hugging_face.folders import write_folder
 from tests.model.hugging_face import KINDS, build, in_our_layout
 
@@ -88,10 +88,10 @@ def test_a_folder_gives_the_weights_of_an_independent_conversion(kind: str, tmp_
 def test_parts_make_up_the_whole(kind: str, tmp_path: Path):
     weights = FolderWeights(write_folder(tmp_path, kind), load_model(str(tmp_path), "cpu"))
     for entry in tensor_map(load_model(str(tmp_path), "cpu")):
-        whole = weights.part(entry.name, Cut(entry.shape, None), 1, 0)
+        whole = weights.part(entry.name, Slicing(entry.shape, None), 1, 0)
         for dim in range(len(entry.shape)):
             if entry.shape[dim] % 2 == 0 and (dim == 1 or len(entry.order) % 4 == 0):
-                parts = [weights.part(entry.name, Cut(entry.shape, dim), 2, index) for index in (0, 1)]
+                parts = [weights.part(entry.name, Slicing(entry.shape, dim), 2, index) for index in (0, 1)]
                 assert torch.equal(torch.cat(parts, dim), whole), (entry.name, dim)
 
 

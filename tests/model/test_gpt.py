@@ -16,7 +16,7 @@ from pipeline.model.parameter_counts import layer_parameters
 from pipeline.parallel.context import Parallel
 from pipeline.parallel.dropout import DropoutClock
 from pipeline.parallel.mesh import Mesh
-from pipeline.parallel.parameters import ParameterFactory, cut_of
+from pipeline.parallel.parameters import ParameterFactory, slicing_of
 from tests.parity.cases import MODELS
 
 
@@ -123,13 +123,13 @@ def test_slices_of_tensor_ranks_make_up_the_whole(name: str):
     parts = [
         dict(build(MODELS[name], Parallel(mesh, mesh.coordinates(r))).named_parameters()) for r in (0, 1)
     ]
-    cuts = set()
+    dims = set()
     for key, parameter in whole.items():
         slices = [part[key] for part in parts]
-        dim = cut_of(slices[0]).dim
-        cuts.add(dim)
-        assert cut_of(slices[0]).full_shape == tuple(parameter.shape)
+        dim = slicing_of(slices[0]).dim
+        dims.add(dim)
+        assert slicing_of(slices[0]).full_shape == tuple(parameter.shape)
         joined = slices[0] if dim is None else torch.cat(slices, dim)
         assert torch.equal(joined, parameter)
         assert dim is not None or torch.equal(*slices)
-    assert cuts == {None, 0, 1}
+    assert dims == {None, 0, 1}

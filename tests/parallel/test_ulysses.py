@@ -1,4 +1,4 @@
-"""The sequence cut and its exchange for heads."""
+"""The sequence slice and its exchange for heads."""
 
 from __future__ import annotations
 

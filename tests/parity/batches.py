@@ -26,7 +26,7 @@ class Batches(NamedTuple):
 def global_batches(rows: int) -> Batches:
     """The same batches for every layout.
 
-    Masks by step, so that whatever is cut, some rank once has nothing to predict:
+    Masks by step, so that whatever is sliced, some rank once has nothing to predict:
 
         0   scattered holes, two rows empty
         1   first half of the rows empty: data rank 0, or the first micro-batches

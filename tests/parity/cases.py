@@ -18,7 +18,7 @@ STEPS = 4
 SEQUENCE = 16
 SEED = 7
 
-# 257 of 384 columns are tokens: cut in 4, rank 2 holds both kinds and rank 3 nothing but padding. A large
+# 257 of 384 columns are tokens: sliced in 4, rank 2 holds both kinds and rank 3 nothing but padding. A large
 # init_std gives every parameter a gradient worth comparing.
 GPT = ModelConfig(
     name="gpt",

@@ -20,7 +20,7 @@ from pipeline.engine.engine import StepResult, TrainEngine
 from pipeline.job.job import Job
 from pipeline.parallel.context import Parallel
 from pipeline.parallel.mesh import Coordinates
-from pipeline.parallel.parameters import cut_of
+from pipeline.parallel.parameters import slicing_of
 from tests.parity.batches import global_batches, micro_batches
 from tests.parity.cases import STEPS, Case
 
@@ -31,7 +31,7 @@ PARTIAL = 2
 
 
 class Slice(NamedTuple):
-    """A rank's part of a parameter: how it is cut over tensor ranks, and the values, fp32."""
+    """A rank's part of a parameter: how it is sliced over tensor ranks, and the values, fp32."""
 
     full_shape: tuple[int, ...]
     dim: int | None
@@ -115,11 +115,11 @@ def slices(engine: TrainEngine) -> dict[str, Slice]:
 def _slice(engine: TrainEngine, parameter: nn.Parameter) -> Slice:
     plain = engine.job.zero_stage == 0
     values = parameter.detach() if plain else safe_get_full_fp32_param(parameter).detach()
-    cut = cut_of(parameter)
-    shape = list(cut.full_shape)
-    if cut.dim is not None:
-        shape[cut.dim] //= engine.parallel.mesh.tensor
-    return Slice(cut.full_shape, cut.dim, values.float().reshape(shape).clone())
+    slicing = slicing_of(parameter)
+    shape = list(slicing.full_shape)
+    if slicing.dim is not None:
+        shape[slicing.dim] //= engine.parallel.mesh.tensor
+    return Slice(slicing.full_shape, slicing.dim, values.float().reshape(shape).clone())
 
 
 def _copies(engine: TrainEngine) -> dict[str, str]:

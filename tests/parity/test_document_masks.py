@@ -84,7 +84,7 @@ def global_documents(rows: int) -> Tensor:
     """Document numbers, [steps, rows, sequence]: other edges in each row and step.
 
     A document ends after one token in four. Rows 1 and 2 of each step are one document, and one for each
-    token. So documents cross, begin and end at the cuts of the sequence.
+    token. So documents cross, begin and end at the borders of sequence slices.
     """
     generator = torch.Generator().manual_seed(77)
     edges = torch.rand((STEPS, rows, SEQUENCE), generator=generator) < 0.25

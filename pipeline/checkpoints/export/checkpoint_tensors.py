@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipeline.base.problems import JobError, Problem
 from pipeline.checkpoints.manifest import Checkpoint
-from pipeline.checkpoints.stored import MASTER, Slice, StoredState
+from pipeline.checkpoints.stored import MASTER, StoredState
 from pipeline.checkpoints.verification import Verifier
 from pipeline.hugging_face.tensor_map import Entry, tensor_map
 from pipeline.model.config import ModelConfig
@@ -54,16 +54,12 @@ def tensors(model: ModelConfig, stored: StoredState) -> Iterator[tuple[str, Tens
     """
     entries = tensor_map(model)
     shapes = {entry.name: entry.shape for entry in entries}
-    held = {name: tuple(cut.full_shape) for name, cut in stored.cuts.items()}
+    held = {name: tuple(slicing.full_shape) for name, slicing in stored.slicings.items()}
     if shapes != held:
         differing = sorted(name for name in shapes | held if shapes.get(name) != held.get(name))
         raise RuntimeError(f"{stored.path} holds other parameters than its model has: {differing}")
     for entry in entries:
-        yield from _theirs(entry, stored.read(entry.name, MASTER, _whole(entry)).view(entry.shape))
-
-
-def _whole(entry: Entry) -> Slice:
-    return Slice(None, 1, 0, 0, torch.Size(entry.shape).numel())
+        yield from _theirs(entry, stored.read(entry.name, MASTER).view(entry.shape))
 
 
 def _theirs(entry: Entry, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -285,7 +285,7 @@ def test_files_of_other_hosts_must_be_here(base: Path, tmp_path: Path):
     apart = replace(
         checkpoint, shared=False, files={n: replace(e, host=1) for n, e in checkpoint.files.items()}
     )
-    assert verified_state(apart, ()).cuts  # copied together, all of it can be read
+    assert verified_state(apart, ()).slicings  # copied together, all of it can be read
     missing = replace(apart, files={**apart.files, "more.pt": next(iter(apart.files.values()))})
     with pytest.raises(JobError, match=r"1 of its files are not here.*Copy more\.pt"):
         verified_state(missing, ())

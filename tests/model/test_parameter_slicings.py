@@ -1,4 +1,4 @@
-"""Each parameter has one rule for its cut, and it is the one that its layer applies."""
+"""Each parameter has one rule for its slicing, and it is the one that its layer applies."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import nn
 
 from pipeline.model import gpt
 from pipeline.model.config import ModelConfig
-from pipeline.model.gpt import SequentialGPT, outline, parameter_cuts, plan_layers
+from pipeline.model.gpt import SequentialGPT, outline, parameter_slicings, plan_layers
 from pipeline.model.parameter_counts import total_parameters
 from pipeline.parallel.context import Parallel
 from pipeline.parallel.dropout import DropoutClock
 from pipeline.parallel.mesh import Coordinates, Mesh
-from pipeline.parallel.parameters import ParameterFactory, cut_of
+from pipeline.parallel.parameters import ParameterFactory, slicing_of
 from tests.parity.cases import MODELS
 
 
@@ -33,9 +33,9 @@ def test_parameters_are_cut_as_their_rule_says(model: str):
     rule's dimension, are the whole; without a dimension both are."""
     whole = dict(built(MODELS[model], 1, 0).named_parameters())
     parts = [dict(built(MODELS[model], 2, rank).named_parameters()) for rank in range(2)]
-    cuts = parameter_cuts(MODELS[model])
-    assert cuts.keys() == whole.keys() == parts[0].keys() == parts[1].keys()
-    for name, (shape, dim) in cuts.items():
+    slicings = parameter_slicings(MODELS[model])
+    assert slicings.keys() == whole.keys() == parts[0].keys() == parts[1].keys()
+    for name, (shape, dim) in slicings.items():
         first, second = (part[name] for part in parts)
         assert shape == whole[name].shape
         if dim is None:
@@ -76,12 +76,12 @@ def test_the_table_in_the_docstring_says_how_each_parameter_is_cut(model: str):
     assert len(table) == 7
     config = MODELS[model]
     tables = () if config.tied else ("0", str(config.num_layers + 3))
-    for name, (_, dim) in parameter_cuts(config).items():
+    for name, (_, dim) in parameter_slicings(config).items():
         index, _, own = name.partition(".")
         own = "embed.weight" if index in tables else own
         assert dim == table.get(own), name
 
 
 def test_a_parameter_without_a_rule_is_an_error():
-    with pytest.raises(AttributeError, match="cut"):
-        cut_of(nn.Parameter(torch.zeros(2)))
+    with pytest.raises(AttributeError, match="slicing"):
+        slicing_of(nn.Parameter(torch.zeros(2)))
