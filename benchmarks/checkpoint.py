@@ -31,7 +31,7 @@ from benchmarks.workers import WorkerGroup
 from pipeline.base.problems import EXIT_WRONG_JOB, JobError, Problem
 from pipeline.base.words import did_you_mean
 from pipeline.job.report import console, print_problems
-from pipeline.model.parameter_counts import total_parameters
+from pipeline.model.counts import total_parameters
 
 RANKS = 2
 # Bytes of a parameter: fp32 master weight, two moments, and a copy of the model.

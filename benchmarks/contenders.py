@@ -29,7 +29,7 @@ from pipeline.engine.distributed import start_distributed
 from pipeline.engine.engine import TrainEngine
 from pipeline.engine.optimizer import build_optimizer
 from pipeline.job.job import Job
-from pipeline.model.flops import training_flops_per_token
+from pipeline.model.counts import training_flops_per_token
 from pipeline.model.gpt import SequentialGPT, plan_layers
 from pipeline.parallel.context import Parallel
 from pipeline.parallel.dropout import DropoutClock

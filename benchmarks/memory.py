@@ -33,7 +33,7 @@ from pipeline.cluster.rank_environment import RankEnvironment
 from pipeline.data.loader import read_step
 from pipeline.engine.engine import TrainEngine
 from pipeline.job.report import console, print_problems
-from pipeline.model.parameter_counts import total_parameters
+from pipeline.model.counts import total_parameters
 
 TOLERANCE = 0.02
 PARTS = ("parameters", "gradients", "optimizer")

@@ -32,7 +32,7 @@ from pipeline.base.problems import EXIT_WRONG_JOB, JobError
 from pipeline.job.job import Job
 from pipeline.job.report import console, print_problems
 from pipeline.model.config import ModelConfig
-from pipeline.model.flops import block_flops_per_token
+from pipeline.model.counts import block_flops_per_token
 
 SCHEDULES = ("1f1b", "dualpipev")
 

@@ -34,7 +34,7 @@ from pipeline.base.problems import EXIT_WRONG_JOB, JobError, Problem
 from pipeline.base.words import did_you_mean
 from pipeline.cluster.devices import visible_gpus
 from pipeline.job.report import console, print_problems
-from pipeline.model.flops import training_flops_per_token
+from pipeline.model.counts import training_flops_per_token
 from pipeline.training.throughput import mfu, peak_tflops
 
 # Losses of the first steps agree to this, relatively; later ones drift apart with the rounding.

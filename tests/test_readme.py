@@ -31,7 +31,7 @@ from pipeline.cluster.world import world_from_hostfile
 from pipeline.job.models import PRESETS
 from pipeline.job.options import Options
 from pipeline.job.resolve import resolve
-from pipeline.model.parameter_counts import layer_parameters, total_parameters
+from pipeline.model.counts import layer_parameters, total_parameters
 from tests.job.drafts import world
 
 ROOT = Path(__file__).parents[1]

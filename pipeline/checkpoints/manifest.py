@@ -54,7 +54,7 @@ class TrainState:
         step: Optimizer steps taken.
         consumed_samples: Samples of the whole job read so far.
         tokens: Input tokens of those samples.
-        data: How far each source of the data has been read (`pipeline.data.blend_state`); empty before the
+        data: How far each source of the data has been read (`pipeline.data.blend`); empty before the
             first start.
         best_eval_loss: The lowest evaluation losses; empty before the first.
         evaluation_due: The evaluation after `step` was given up for a stop: the next start begins with it.

@@ -17,7 +17,7 @@ from pipeline.checkpoints.folder import LATEST, steps_in
 from pipeline.checkpoints.lineage import LINEAGE
 from pipeline.job.job import Job
 from pipeline.job.run_file import CHECKPOINTS, RUN_FILE
-from pipeline.model.parameter_counts import total_parameters
+from pipeline.model.counts import total_parameters
 
 
 def output_problems(key: str, given: str) -> list[Problem]:

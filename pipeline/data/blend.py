@@ -20,6 +20,15 @@ n-th turn (n from 0) then falls between two dates:
 
 and jobs of one unit with whole-number dates, taken by the earliest last date among those that have begun, all
 keep their dates if any order does. All dates are computed in whole numbers, so that nothing drifts.
+
+A checkpoint keeps how far each source has been read (`BlendState`), and `resume_blend` resumes from it:
+
+    {"start": 800,
+     "sources": [{"name": "books", "fingerprint": "9c..", "weight": "7/10", "begun": 400, "taken": 90}, ...]}
+
+`start` is the position at which the weights began to count, `begun` the samples of a source that were read
+by then, `taken` those read since. A source that was left out stays with weight 0, so that it resumes where it
+was when it comes back.
 """
 
 from __future__ import annotations
@@ -30,13 +39,15 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
+from pipeline.base.problems import JobError, Problem
 from pipeline.data.packing import PackedDataset, Samples
 from pipeline.data.token_file import WatchedFile
 
-# BlendSchedule between two remembered places: a step back costs at most as many turns again.
+# Turns between two remembered places: a step back costs at most as many turns again.
 _MARK_EVERY = 1 << 14
 # Longest period that is kept as a table. Weights of three digits have one of at most 1,000.
 _TABLE_SIZE = 1 << 14
@@ -46,13 +57,13 @@ class BlendSchedule:
     """The order of turns of sources with `weights`: a pure function of the weights and the place.
 
     Weights with a small common denominator D give a table: after D turns each source has had exactly its
-    share, and all begins again. Others are walked through, a few microseconds per turn; that is cheap from
-    front to back, which is how training reads, and starts at any place whose counts are known.
+    share, and all begins again. Others are computed turn by turn, a few microseconds each; that is
+    cheap from front to back, which is how training reads, and starts at any place whose counts are known.
 
     Args:
         weights: Positive; only their ratios count. Fractions, so that 0.1 is a tenth.
-        place: BlendSchedule taken before.
-        counts: How many of them each source had, as `counts` gave them; None at place 0.
+        place: Turns taken before.
+        counts: How many of them each source had, as `counts` returned them; None at place 0.
     """
 
     def __init__(
@@ -74,7 +85,7 @@ class BlendSchedule:
         """The `number` turns from `place` on: [2, number] int64, sources and their own turns before.
 
         Raises:
-            ValueError: `place` lies before the one this object began with.
+            ValueError: `place` is before the one that this object began with.
         """
         if self._table is None:
             return self._walk(place, number)
@@ -84,7 +95,7 @@ class BlendSchedule:
         return turns
 
     def counts(self, place: int) -> list[int]:
-        """BlendSchedule of each source among the first `place`.
+        """Turns of each source among the first `place`.
 
         Raises:
             ValueError: as `take`.
@@ -114,7 +125,7 @@ class BlendSchedule:
         if place < self._place:
             marks = [mark for mark in self._marks if mark[0] <= place]
             if not marks:
-                raise ValueError(f"place {place} lies before {self._marks[0][0]}, where these turns begin")
+                raise ValueError(f"place {place} is before {self._marks[0][0]}, the first of this schedule")
             self._return_to(marks[-1])
         while self._place < place:
             self._next()
@@ -145,10 +156,10 @@ class BlendSource:
     """One source of a blend.
 
     Attributes:
-        name: For people.
+        name: For messages and metrics.
         weight: Share of the samples, above 0.
         dataset: Its samples.
-        fingerprint: Tells its tokens and documents; how a checkpoint recognises it.
+        fingerprint: Hash of its tokens and documents, by which a checkpoint recognises it.
         files: What must not change while it is read.
         begun: Samples of it that were taken before the blend's first position.
     """
@@ -164,14 +175,14 @@ class BlendSource:
 class Blend:
     """The samples of several sources: after any number of them, `weight` of each to within one sample.
 
-    Weights hold from position `start` on: a run that was continued with other weights has the samples before
-    it behind it, `begun` of each source.
+    Weights hold from position `start` on: a run that was resumed with other weights has read the samples
+    before it, `begun` of each source.
 
     Args:
         sources: All of one sequence length.
         start: Position at which these weights began to count.
-        place: Position from which on it will be read, `start` if None, and with it
-        taken: the samples of each source taken from `start` to `place`, as `taken` gave them.
+        place: The first position that will be read, `start` if None.
+        taken: Samples of each source from `start` to `place`, as the method `taken` returned them.
 
     Raises:
         ValueError: sources of several sequence lengths, or none.
@@ -196,22 +207,8 @@ class Blend:
         self._lock = threading.Lock()
 
     @property
-    def num_documents(self) -> int:
-        return sum(source.dataset.num_documents for source in self.sources)
-
-    @property
     def num_tokens(self) -> int:
         return sum(source.dataset.num_tokens for source in self.sources)
-
-    @property
-    def samples_per_epoch(self) -> int:
-        """Of all sources, an epoch each."""
-        return sum(source.dataset.samples_per_epoch for source in self.sources)
-
-    @property
-    def dropped_tokens(self) -> int:
-        """Of all sources, in an epoch each."""
-        return sum(source.dataset.dropped_tokens for source in self.sources)
 
     @property
     def fingerprint(self) -> str:
@@ -225,7 +222,7 @@ class Blend:
         """Samples of each source among the positions from `start` up to `position`.
 
         Raises:
-            ValueError: `position` lies before the first one that can be read.
+            ValueError: `position` is before the first one that can be read.
         """
         with self._lock:
             return self._turns.counts(position - self.start)
@@ -282,3 +279,175 @@ class Blend:
         for file in self.sources[number].files:
             file.check()
         return self.sources[number].dataset.read(positions)
+
+
+@dataclass(frozen=True)
+class SourceState:
+    """One source in a checkpoint; its fields are described at the top of this file."""
+
+    name: str
+    fingerprint: str
+    weight: Fraction
+    begun: int
+    taken: int
+
+    @property
+    def consumed(self) -> int:
+        """Samples of it that were read in all."""
+        return self.begun + self.taken
+
+
+@dataclass(frozen=True)
+class BlendState:
+    """How far the sources have been read.
+
+    Attributes:
+        start: Position at which the weights began to count.
+        sources: In the blend's order, then those that were left out.
+    """
+
+    start: int
+    sources: tuple[SourceState, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for a checkpoint."""
+        return {
+            "start": self.start,
+            "sources": [vars(source) | {"weight": str(source.weight)} for source in self.sources],
+        }
+
+    @classmethod
+    def from_json(cls, saved: dict[str, Any]) -> BlendState:
+        """What `to_json` returned.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is something else.
+        """
+        sources = [{**source, "weight": Fraction(source["weight"])} for source in saved["sources"]]
+        return cls(saved["start"], tuple(SourceState(**source) for source in sources))
+
+
+@dataclass(frozen=True)
+class ResumedBlend:
+    """A blend that resumes from a checkpoint.
+
+    Attributes:
+        blend: To be read from the checkpoint's position on.
+        left_out: Sources that it no longer holds.
+        changes: What differs from the checkpoint, in sentences for the console.
+    """
+
+    blend: Blend
+    left_out: tuple[SourceState, ...] = ()
+    changes: tuple[str, ...] = ()
+
+    def state(self, position: int) -> dict[str, Any]:
+        """What a checkpoint at `position` keeps.
+
+        Raises:
+            ValueError: `position` is before the one it resumed from.
+        """
+        counts = self.blend.taken(position)
+        sources = [
+            SourceState(source.name, source.fingerprint, source.weight, source.begun, taken)
+            for source, taken in zip(self.blend.sources, counts, strict=True)
+        ]
+        return BlendState(self.blend.start, (*sources, *self.left_out)).to_json()
+
+
+def resume_blend(sources: Sequence[BlendSource], saved: BlendState | None, position: int) -> ResumedBlend:
+    """The blend of `sources` for a run that has consumed `position` samples.
+
+    With the sources and weights of the checkpoint it is the same order, continued. Otherwise the new weights
+    count from `position` on, and each source continues after its last sample that was read.
+
+    Args:
+        saved: The checkpoint's; None at the start of a run.
+
+    Raises:
+        JobError: a source holds other tokens than before, none of those trained on is left, or two are the
+            same.
+    """
+    if problems := _twice(sources):
+        raise JobError(problems)
+    if saved is None:
+        return ResumedBlend(Blend(sources))
+    before = {source.fingerprint: source for source in saved.sources}
+    if problems := _unknown_sources(sources, saved):
+        raise JobError(problems)
+    active = [source for source in saved.sources if source.weight > 0]
+    here = {source.fingerprint: source for source in sources}
+    ordered = [here[source.fingerprint] for source in saved.sources if source.fingerprint in here]
+    ordered += [source for source in sources if source.fingerprint not in before]
+    left_out = tuple(
+        replace(source, weight=Fraction(0), begun=source.consumed, taken=0)
+        for source in saved.sources
+        if source.fingerprint not in here
+    )
+    if [(s.fingerprint, s.weight) for s in active] == [(s.fingerprint, s.weight) for s in ordered]:
+        same = [replace(source, begun=before[source.fingerprint].begun) for source in ordered]
+        taken = [source.taken for source in active]
+        return ResumedBlend(Blend(same, saved.start, position, taken), left_out)
+    moved = [
+        replace(source, begun=before[source.fingerprint].consumed) if source.fingerprint in before else source
+        for source in ordered
+    ]
+    return ResumedBlend(Blend(moved, position), left_out, tuple(_changes(moved, saved, position)))
+
+
+def _twice(sources: Sequence[BlendSource]) -> list[Problem]:
+    first: dict[str, str] = {}
+    problems = []
+    for source in sources:
+        if source.fingerprint in first:
+            rule = (
+                f"holds the same tokens as {first[source.fingerprint]}, and would be learned twice per epoch"
+            )
+            problems.append(Problem("data", source.name, rule, "Give it once, with both weights added"))
+        first.setdefault(source.fingerprint, source.name)
+    return problems
+
+
+def _unknown_sources(sources: Sequence[BlendSource], saved: BlendState) -> list[Problem]:
+    """Sources under whose name the checkpoint knows other tokens, and data that is new altogether."""
+    here = {source.fingerprint for source in sources}
+    known = {source.fingerprint for source in saved.sources}
+    gone = {source.name: source for source in saved.sources if source.fingerprint not in here}
+    problems = [
+        Problem(
+            "data",
+            source.name,
+            f"holds other tokens (fingerprint {source.fingerprint}) than the checkpoint was trained on "
+            f"({gone[source.name].fingerprint}), and its position in the order means nothing in them",
+            "Restore the data, give it another name in --data_blend, or start anew in another --output_dir",
+        )
+        for source in sources
+        if source.fingerprint not in known and source.name in gone
+    ]
+    if not problems and not here & known:
+        names = ", ".join(source.name for source in saved.sources)
+        rule = f"holds none of the sources that the checkpoint was trained on ({names})"
+        remedy = "Restore the data, keep one of those beside the new, or start anew in another --output_dir"
+        problems.append(Problem("data", ", ".join(source.name for source in sources), rule, remedy))
+    return problems
+
+
+def _changes(sources: Sequence[BlendSource], saved: BlendState, position: int) -> list[str]:
+    before = {source.fingerprint: source for source in saved.sources}
+    lines = [f"data: other sources or weights from sample {position:,} on"]
+    for source in sources:
+        old = before.get(source.fingerprint)
+        share = f"{float(source.weight):.4g}"
+        if old is None:
+            lines.append(f"  {source.name}: new, weight {share}")
+            continue
+        epoch, number = divmod(source.begun, source.dataset.samples_per_epoch)
+        lines.append(
+            f"  {source.name}: weight {float(old.weight):.4g} -> {share}, "
+            f"goes on at sample {number:,} of its epoch {epoch:,}"
+        )
+    here = {source.fingerprint for source in sources}
+    for old in saved.sources:
+        if old.fingerprint not in here and old.weight > 0:
+            lines.append(f"  {old.name}: left out after {old.consumed:,} samples")
+    return lines

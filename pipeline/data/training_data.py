@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.base.problems import JobError, Problem
-from pipeline.data.blend import Blend, BlendSource
-from pipeline.data.blend_state import BlendState, ResumedBlend, resume_blend
+from pipeline.data.blend import Blend, BlendSource, BlendState, ResumedBlend, resume_blend
 from pipeline.data.corpus import Corpus, SourceSpec, find_corpus
 from pipeline.data.order import Complement, split_documents
 from pipeline.data.packing import PackedDataset, Packing

@@ -25,7 +25,7 @@ from typing import Any
 from pipeline.job.facts import Facts, Settings
 from pipeline.job.job import Batch, Precision, Resolved
 from pipeline.job.schema import KEYS, MONITORS
-from pipeline.model.parameter_counts import layer_parameters, stage_parameters
+from pipeline.model.counts import layer_parameters, stage_parameters
 
 # DeepSpeed tests steps % steps_per_print, so "never" is a number that no run reaches.
 NEVER = 2**31 - 1

@@ -15,7 +15,7 @@ from pipeline.job.job import Batch, Job, OptimizerConfig
 from pipeline.job.resolve import Draft
 from pipeline.job.world import World
 from pipeline.model.config import ModelConfig
-from pipeline.model.parameter_counts import LayerSize, layer_parameters, stage_parameters, total_parameters
+from pipeline.model.counts import LayerSize, layer_parameters, stage_parameters, total_parameters
 from pipeline.parallel.mesh import Mesh
 
 # Longest rank grid shown in full, in lines; of a longer one the ends are.

@@ -45,7 +45,7 @@ from pipeline.job.schedules import LearningRate
 from pipeline.job.stages import partition
 from pipeline.job.world import World
 from pipeline.model.config import ModelConfig
-from pipeline.model.parameter_counts import layer_parameters
+from pipeline.model.counts import layer_parameters
 from pipeline.parallel.mesh import Mesh
 
 __all__ = ["Batch", "Draft", "Job", "OptimizerConfig", "Precision", "Resolved", "examine", "resolve"]

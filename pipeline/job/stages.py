@@ -13,7 +13,7 @@ from math import inf
 
 from pipeline.base.problems import JobError, Problem
 from pipeline.base.words import did_you_mean
-from pipeline.model.parameter_counts import LayerSize
+from pipeline.model.counts import LayerSize
 
 METHODS = ("parameters", "uniform")
 

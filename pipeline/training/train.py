@@ -21,7 +21,7 @@ from pipeline.data.tokenizer import Tokenizer
 from pipeline.engine.engine import TrainEngine
 from pipeline.job.job import Job
 from pipeline.job.run_file import TOKENIZER_FOLDER
-from pipeline.model.flops import training_flops_per_token
+from pipeline.model.counts import training_flops_per_token
 from pipeline.training.console import evaluation_line
 from pipeline.training.loop import Abandoned, EvalSet, Loop, TrainingDiverged, evaluate
 from pipeline.training.metrics import EvalMetrics, MetricsSink, best_line

@@ -19,7 +19,7 @@ from benchmarks.trainer import counterpart
 from pipeline.job.models import load_model
 from pipeline.job.stages import partition
 from pipeline.model.config import ModelConfig
-from pipeline.model.parameter_counts import total_parameters
+from pipeline.model.counts import total_parameters
 
 # A model of 7.5 B parameters on 64 ranks: figure 1 of the ZeRO paper, in GB.
 PAPER = {0: 120.0, 1: 31.4, 2: 16.6, 3: 1.9}
@@ -77,7 +77,7 @@ def test_shares_follow_the_boundaries():
 
 
 def test_shares_take_the_boundaries_of_a_job():
-    from pipeline.model.parameter_counts import layer_parameters
+    from pipeline.model.counts import layer_parameters
 
     model = load_model(CPU_MODEL, "cpu")
     boundaries = partition(layer_parameters(model), 2, "parameters")

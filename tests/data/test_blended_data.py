@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from pipeline.base.problems import JobError
-from pipeline.data.blend import Blend, BlendSource
-from pipeline.data.blend_state import BlendState, resume_blend
+from pipeline.data.blend import Blend, BlendSource, BlendState, resume_blend
 from pipeline.data.corpus import SourceSpec
 from pipeline.data.loader import BatchLoader, MicroBatch, digest, eval_batches, micro_batch, read_step
 from pipeline.data.order import Complement

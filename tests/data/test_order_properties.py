@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from pipeline.data import blend
 from pipeline.data import order as sample_order
-from pipeline.data.blend import Blend, BlendSchedule, BlendSource
-from pipeline.data.blend_state import BlendState, resume_blend
+from pipeline.data.blend import Blend, BlendSchedule, BlendSource, BlendState, resume_blend
 from pipeline.data.order import Complement, Order, split_documents
 from pipeline.data.packing import PackedDataset, Packing
 
@@ -93,7 +92,7 @@ def test_turns_walked_through_are_those_of_the_table(
 def test_turns_that_begin_late_do_not_guess_what_was_before() -> None:
     weights = [Fraction(1, 3_000_001), Fraction(2, 3_000_017)]  # no short period
     late = BlendSchedule(weights, 100, BlendSchedule(weights).counts(100))
-    with pytest.raises(ValueError, match="place 99 lies before 100"):
+    with pytest.raises(ValueError, match="place 99 is before 100"):
         late.take(99, 1)
 
 

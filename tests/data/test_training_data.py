@@ -53,7 +53,7 @@ def letters(tokens: np.ndarray) -> set[int]:
 def test_no_held_out_token_is_ever_trained_on(texts: Path) -> None:
     data = load(texts)
     (held_out,) = (each.dataset for each in data.evaluation)
-    train = data.train.read(np.arange(4 * data.train.samples_per_epoch))
+    train = data.train.read(np.arange(4 * data.train.sources[0].dataset.samples_per_epoch))
     evaluation = held_out.read(np.arange(held_out.samples_per_epoch))
     assert letters(train.tokens).isdisjoint(letters(evaluation.tokens))
     assert len(letters(evaluation.tokens)) == 5
@@ -63,7 +63,7 @@ def test_no_held_out_token_is_ever_trained_on(texts: Path) -> None:
 def test_nothing_is_held_out_when_asked(texts: Path) -> None:
     data = load(texts, fraction=0)
     assert data.evaluation == ()
-    assert data.train.num_documents == 20
+    assert data.train.sources[0].dataset.num_documents == 20
     assert "held out: nothing" in data.summary()
 
 
@@ -74,7 +74,7 @@ def test_summary_names_sizes_the_tail_and_what_is_left_aside(texts: Path) -> Non
     data = load(texts)
     said = "\n".join(data.summary())
     assert f"{data.train.num_tokens:,} tokens" in said
-    assert f"{data.train.dropped_tokens:,} tokens of the tail dropped" in said
+    assert f"{data.train.sources[0].dataset.dropped_tokens:,} tokens of the tail dropped" in said
     assert "skipped 2 documents" in said
     assert "bad.txt (not UTF-8 at byte 0)" in said
     assert "none.txt (empty)" in said
@@ -83,7 +83,7 @@ def test_summary_names_sizes_the_tail_and_what_is_left_aside(texts: Path) -> Non
 
 def test_less_text_than_one_sample_is_a_problem(texts: Path) -> None:
     total = sum(10 + n + 1 for n in range(20))
-    assert load(texts, fraction=0, sequence_length=total - 1).train.samples_per_epoch == 1
+    assert load(texts, fraction=0, sequence_length=total - 1).train.sources[0].dataset.samples_per_epoch == 1
     with pytest.raises(
         JobError, match=rf"{total} tokens do not fill one sample of {total} .*smaller --seq_length"
     ):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipeline.job.models import PRESETS
-from pipeline.model.flops import training_flops_per_token
+from pipeline.model.counts import training_flops_per_token
 from tests.end_to_end.jobs import SEQUENCE, Workshop
 from tests.harness import run_job
 

@@ -9,7 +9,7 @@ import pytest
 from pipeline.base.problems import JobError
 from pipeline.job.models import PRESETS, load_model
 from pipeline.model.config import ModelConfig, model_from_json
-from pipeline.model.parameter_counts import total_parameters
+from pipeline.model.counts import total_parameters
 
 # As published with the weights, to the letter where it matters.
 GPT2 = {

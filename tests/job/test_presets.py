@@ -4,7 +4,7 @@ import pytest
 
 from pipeline.job.models import PRESETS, training_defaults
 from pipeline.model.config import size_problems
-from pipeline.model.parameter_counts import total_parameters
+from pipeline.model.counts import total_parameters
 
 # Counts of the released weights: sums over the published safetensors files.
 RELEASED = {

@@ -8,7 +8,7 @@ import pytest
 from pipeline.base.problems import JobError
 from pipeline.job.models import PRESETS
 from pipeline.job.stages import partition
-from pipeline.model.parameter_counts import LayerSize, layer_parameters
+from pipeline.model.counts import LayerSize, layer_parameters
 
 
 def _layers(*sizes):

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from pipeline.job.models import PRESETS
-from pipeline.model.flops import (
+from pipeline.model.counts import (
     block_flops_per_token,
     forward_flops_per_token,
+    total_parameters,
     training_flops_per_token,
 )
-from pipeline.model.parameter_counts import total_parameters
 from pipeline.training.throughput import DEVICES, mfu, peak_tflops
 
 GPT2 = PRESETS["gpt2-124m"].model

@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from pipeline.job.models import PRESETS
 from pipeline.model.config import ModelConfig
+from pipeline.model.counts import layer_parameters
 from pipeline.model.gpt import SequentialGPT, plan_layers
-from pipeline.model.parameter_counts import layer_parameters
 from pipeline.parallel.context import Parallel
 from pipeline.parallel.dropout import DropoutClock
 from pipeline.parallel.mesh import Mesh

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from pipeline.job.models import PRESETS
-from pipeline.model.parameter_counts import LayerSize, layer_parameters, total_parameters
+from pipeline.model.counts import LayerSize, layer_parameters, total_parameters
 
 TINY = PRESETS["tiny"].model
 

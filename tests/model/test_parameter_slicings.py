@@ -12,8 +12,8 @@ from torch import nn
 
 from pipeline.model import gpt
 from pipeline.model.config import ModelConfig
+from pipeline.model.counts import total_parameters
 from pipeline.model.gpt import SequentialGPT, outline, parameter_slicings, plan_layers
-from pipeline.model.parameter_counts import total_parameters
 from pipeline.parallel.context import Parallel
 from pipeline.parallel.dropout import DropoutClock
 from pipeline.parallel.mesh import Coordinates, Mesh

@@ -28,7 +28,7 @@ from pipeline.hugging_face.safetensors_files import SIZES
 from pipeline.job.initial_weights import wanted_tensors
 from pipeline.job.models import CONFIG_FILE
 from pipeline.model.config import ModelConfig
-from pipeline.model.parameter_counts import total_parameters
+from pipeline.model.counts import total_parameters
 
 logger = logging.getLogger(__name__)
 

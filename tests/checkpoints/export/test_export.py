@@ -28,7 +28,7 @@ from pipeline.export import bytes_of, main
 from pipeline.generate import main as generate
 from pipeline.job.job import Job
 from pipeline.job.models import PRESETS
-from pipeline.model.parameter_counts import block_parameters
+from pipeline.model.counts import block_parameters
 from tests.checkpoints.layouts import find
 from tests.checkpoints.small import save_checkpoint, start
 from tests.harness import run_ranks
