@@ -9,10 +9,10 @@ All pairs of layouts would be some ten thousand runs. The tables are pruned by r
 - `FORMATS`: for bf16 to bf16, bf16 to fp32 and fp32 to bf16, each value of each axis occurs on either side.
 - `OFFLINE` and `BITS`: each value of each axis, and each format, occurs on either side.
 
-Of `RESHAPE` and `FORMATS` some rows always run that together have each value on either side (`both_sides`,
-`formats`); the rest are repeats. `FAST` runs with every change. `OTHER` has what is no axis: settings that
-move things inside the files, the boundaries of stages, all four kinds at once, and a model with other
-parameters.
+`FAST` runs with every change. `OTHER` has what is no axis: settings that move things inside the files, the
+boundaries of stages, all four kinds at once, and a model with other parameters. Of the other tables some rows
+run by default, the rest with ``--repeats``: of `RESHAPE` those that, with `FAST` and `OTHER`, show all that
+`both_sides` lists, of `FORMATS` and `OFFLINE` all that `formats` and `offline` list.
 """
 
 from __future__ import annotations
@@ -137,15 +137,28 @@ OFFLINE: tuple[Row, ...] = (
 BITS: tuple[Row, ...] = (*OFFLINE, *OTHER)
 
 
+def values(row: Row) -> set[tuple[Hashable, ...]]:
+    """On which side, 0 where it is saved and 1 where it is resumed, a row has which value of an axis."""
+    return {(side, *value) for side, name in enumerate(row[1:]) for value in find(name).values().items()}
+
+
 def both_sides(row: Row) -> set[tuple[Hashable, ...]]:
-    """What a row shows: a value of an axis, with these weights, on this side."""
-    weights, *layouts = row
-    sides = enumerate(find(layout).values().items() for layout in layouts)
-    return {(weights, side, value) for side, values in sides for value in values}
+    """The values on either side; of pipelines with these weights, since tied ones are on two stages."""
+    return values(row) | {(row[0], *fact) for fact in values(row) if fact[1] in ("pipeline", "schedule")}
 
 
 def formats(row: Row) -> set[tuple[Hashable, ...]]:
-    """What a row shows beside that, whichever its weights: a change of format, with these weights."""
-    weights, first, second = row
-    change = (weights, find(first).compute, find(second).compute)
-    return {change} | {fact[1:] for fact in both_sides(row)}
+    """The values on either side, and the change of format with these weights."""
+    return values(row) | {(row[0], *(find(name).compute for name in row[1:]))}
+
+
+def offline(row: Row) -> set[tuple[Hashable, ...]]:
+    """The change of format, and what divides the state on either side, where the comparison is exact: what is
+    converted offline is read as in every other table."""
+    layouts = [find(name) for name in row[1:]]
+    change = tuple(layout.compute for layout in layouts)
+    facts: set[tuple[Hashable, ...]] = {change}
+    for side, layout in enumerate(layouts):
+        divided = (layout.pipeline > 1, layout.tensor > 1, layout.zero == 3)
+        facts |= {(change == ("fp32", "fp32"), side, *each) for each in enumerate(divided)}
+    return facts
