@@ -9,25 +9,24 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
 
 from pipeline.base.command import end_interrupts, run_command
-from pipeline.base.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, JobError
-from pipeline.checkpoints.conversion_rules import (
-    ReshardOptions,
-    conversion_problems,
-    option_problems,
-    options_for,
-    run_file_of,
-)
+from pipeline.base.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem
 from pipeline.checkpoints.manifest import Checkpoint
-from pipeline.checkpoints.resume import checkpoint_at, layout_changes
+from pipeline.checkpoints.output import output_problems
+from pipeline.checkpoints.resume import checkpoint_at, conversion_problems, differences, layout_changes
 from pipeline.cluster.launcher_options import LauncherOptions, launcher_problems
 from pipeline.cluster.world import resolve_world
 from pipeline.job.job import Job
+from pipeline.job.options import CheckOptions
 from pipeline.job.report import console, print_interruption, print_problems
 from pipeline.job.resolve import examine
+from pipeline.job.run_file import CHECKPOINTS, RUN_FILE, TOKENIZER_FOLDER
 from pipeline.launch.preflight import read_arguments
 from pipeline.training.quiet import quiet_deepspeed
 
@@ -36,6 +35,20 @@ if TYPE_CHECKING:
 
 PROGRAM = "python -m pipeline.reshard"
 LINE_SECONDS = 5.0  # between lines of progress
+
+
+@dataclass(frozen=True)
+class ReshardOptions(CheckOptions):
+    """Convert a checkpoint to another layout offline, on one machine. Takes the options of the launcher and
+    those of pretrain.py: they describe the job that is to resume. Without --config, what is not given is as
+    in the run.json of the checkpoint's run."""
+
+    checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")] = ""
+    """A checkpoint, or the folder of a run: its newest one."""
+    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")] = ""
+    """The folder to make. It is a checkpoint of its own, for --resume FOLDER."""
+    workers: int = 4
+    """Parameters that are converted at the same time; each takes the memory of one of its tensors in fp32."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,15 +77,66 @@ def _read(arguments: Sequence[str]) -> tuple[Checkpoint, Job, ReshardOptions]:
         JobError: with everything that is wrong.
     """
     launcher, options, _ = read_arguments(arguments, ReshardOptions, PROGRAM)
-    if problems := option_problems(options, PROGRAM):
+    if problems := _option_problems(options):
         raise JobError(problems)
     checkpoint = checkpoint_at(Path(options.checkpoint), "CHECKPOINT").announced()
-    run_file = run_file_of(checkpoint)
+    run_file = _run_file_of(checkpoint)
     if options.config is None and run_file is not None:
         launcher, options, _ = read_arguments(
             ["--config", str(run_file), *arguments], ReshardOptions, PROGRAM
         )
     return checkpoint, _job(checkpoint, options, launcher), options
+
+
+def _option_problems(options: ReshardOptions) -> list[Problem]:
+    """What is wrong with the options by themselves."""
+    problems = []
+    for name in ("checkpoint", "folder"):
+        if not getattr(options, name):
+            remedy = f"{PROGRAM} CHECKPOINT FOLDER [options]"
+            problems.append(Problem(name.upper(), "", "is missing", remedy))
+    if options.folder and Path(options.folder).name in ("", ".."):
+        rule = "is not the name of a folder to make"
+        problems.append(Problem("FOLDER", options.folder, rule, "Name a folder that does not exist"))
+    elif options.folder:
+        problems += output_problems("FOLDER", options.folder)
+    if options.workers < 1:
+        problems.append(Problem("workers", options.workers, "must be at least 1", "Raise --workers"))
+    return problems
+
+
+def _run_file_of(checkpoint: Checkpoint) -> Path | None:
+    """The run.json of the run that a checkpoint lies in; None where it lies alone."""
+    path = checkpoint.folder.parent / RUN_FILE
+    return path if checkpoint.folder.name == CHECKPOINTS and path.exists() else None
+
+
+def _options_for(options: ReshardOptions, checkpoint: Checkpoint) -> ReshardOptions:
+    """The options of the job that is to resume, without what a conversion does not touch: data and length."""
+    tokenizer, steps = checkpoint.path / TOKENIZER_FOLDER, options.train_steps
+    if steps is None and options.train_tokens is None:
+        steps = max(checkpoint.state.step, 1)
+    return replace(
+        options,
+        data=(),
+        data_blend=None,
+        validation=(),
+        eval_samples=0,
+        tokenizer=str(tokenizer) if tokenizer.exists() else options.tokenizer,
+        seq_length=options.seq_length or checkpoint.identity.get("seq_length"),
+        train_steps=steps,
+        output_dir=options.folder,
+        resume="auto",
+    )
+
+
+def _model_problems(checkpoint: Checkpoint, job: Job) -> list[Problem]:
+    """What of the model is another one in the job that is to resume."""
+    wanted = {k: v for k, v in job.identity.items() if k.startswith("model.") or k == "seq_length"}
+    if differing := differences(checkpoint.identity, wanted):
+        rule = f"is not the checkpoint's: {differing}"
+        return [Problem("model", job.model.name, rule, "Give the options of the checkpoint's run")]
+    return []
 
 
 def _job(checkpoint: Checkpoint, options: ReshardOptions, launcher: LauncherOptions) -> Job:
@@ -81,7 +145,7 @@ def _job(checkpoint: Checkpoint, options: ReshardOptions, launcher: LauncherOpti
     Raises:
         JobError: it is no legal job, or cannot read the checkpoint even when it is converted.
     """
-    options = options_for(options, checkpoint)
+    options = _options_for(options, checkpoint)
     filters = (launcher.include, launcher.exclude, launcher.num_nodes, launcher.num_gpus)
     try:
         draft = examine(options, resolve_world(launcher.hostfile, *filters, options.world_size))
@@ -89,7 +153,8 @@ def _job(checkpoint: Checkpoint, options: ReshardOptions, launcher: LauncherOpti
         draft = examine(options, None, error.problems)
     problems = [*draft.errors, *launcher_problems(launcher)]
     if draft.job is not None:
-        problems += conversion_problems(checkpoint, draft.job)
+        problems += conversion_problems(checkpoint, draft.job, "CHECKPOINT")
+        problems += _model_problems(checkpoint, draft.job)
     if problems or draft.job is None:
         raise JobError(problems)
     return draft.job

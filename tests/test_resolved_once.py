@@ -27,7 +27,6 @@ READERS = frozenset(
 )
 # Those that have a reason, by module and name.
 EXCEPTIONS = {
-    ("checkpoints/conversion_rules", "CheckOptions"): "the options of the command that converts a checkpoint",
     **dict.fromkeys(
         [("training/rank", name) for name in ("Options", "parse_options", "resolve")],
         "a rank's process reads its command line, and resolves the job that all below it is given",

@@ -28,7 +28,6 @@ from pipeline.checkpoints.manifest import (
 from pipeline.checkpoints.output import only_one
 from pipeline.checkpoints.stored import StoredState
 from pipeline.checkpoints.universal import (
-    FILE_OVERHEAD,
     WholeParameters,
     origin_of,
     write_common,
@@ -127,8 +126,12 @@ def _write(
     # The largest first, so that none of them is left for the end.
     left = [name for name in source.slicings if name not in done]
     left.sort(key=lambda name: source.slicings[name].numel, reverse=True)
-    _check_space(source, left, partial)
-    done |= dict(_write_parameters(source, left, partial, workers, _reporter(source, done, report)))
+    sizes = {name: source.bytes_of(name) for name in source.slicings}
+    _check_space(sum(sizes[name] for name in left), partial)
+    for name, written in _write_parameters(source, left, partial, workers):
+        done[name] = written
+        so_far = sum(sizes[name] for name in done)
+        report(ConversionProgress(len(done), len(sizes), so_far, sum(sizes.values())))
     files = [file for name in source.slicings for file in done[name]]
     files += write_common(source, job, checkpoint.state, task_of(checkpoint, job), partial.content)
     entries = {file.name: FileEntry(file.bytes, file.digest) for file in files}
@@ -179,8 +182,7 @@ def open_source(checkpoint: Checkpoint, job: Job) -> WholeParameters:
     return WholeParameters(stored, slicings, scaler)
 
 
-def _check_space(source: WholeParameters, left: list[str], partial: PartialFolder) -> None:
-    needed = sum(source.bytes_of(name) for name in left) + len(left) * FILE_OVERHEAD
+def _check_space(needed: int, partial: PartialFolder) -> None:
     free = shutil.disk_usage(partial.path).free
     if needed > free:
         rule = f"{needed / 1e9:.3f} GB are to be written, and {free / 1e9:.3f} GB are free there"
@@ -194,7 +196,6 @@ def _write_parameters(
     names: list[str],
     partial: PartialFolder,
     workers: int,
-    written: Callable[[str], None],
 ) -> Iterator[tuple[str, list[WrittenFile]]]:
     def write(name: str) -> tuple[str, list[WrittenFile]]:
         files = write_parameter(source, name, partial.content)
@@ -206,24 +207,8 @@ def _write_parameters(
         try:
             for future in as_completed(futures):
                 yield future.result()
-                written(future.result()[0])
         finally:  # after an error nothing new is begun
             pool.shutdown(cancel_futures=True)
-
-
-def _reporter(
-    source: WholeParameters, done: dict[str, list[WrittenFile]], report: Callable[[ConversionProgress], None]
-) -> Callable[[str], None]:
-    """A function to call with the name of each parameter that has been written."""
-    everything = {name: source.bytes_of(name) for name in source.slicings}
-    names = list(done)
-
-    def written(name: str) -> None:
-        names.append(name)
-        so_far = sum(everything[each] for each in names)
-        report(ConversionProgress(len(names), len(everything), so_far, sum(everything.values())))
-
-    return written
 
 
 _OWN = ("task.json", "proven", "written", "checkpoint", "lock")
@@ -231,7 +216,14 @@ _OWN = ("task.json", "proven", "written", "checkpoint", "lock")
 
 @dataclass(frozen=True)
 class PartialFolder:
-    """The folder in which `folder` is made."""
+    """Where `folder` is made, so that there is none or a complete one, and the next call continues.
+
+    out.partial/task.json        what is made from what; another task's work is thrown away
+                proven           every file of the source was read and is what was saved
+                written/<name>   which files of a parameter are on the disk; it is not written a second time
+                checkpoint/      takes the name `out` when its manifest is on the disk
+                lock             one process at a time
+    """
 
     folder: Path
 

@@ -4,7 +4,7 @@ A digest is ``"sha256:<hex>"`` or ``"xxh3_128:<hex>"``, taken from the bytes on 
 nothing is read back. Both find every accident (a flipped bit, a truncated or mixed-up file). XXH3 costs a
 tenth of what the copying costs and is what a save writes; SHA-256 costs more than the writing. Neither
 protects against somebody who forges a file on purpose: for that there is the list of types that a file may
-hold (`pipeline.checkpoints.unpickling`).
+hold (`pipeline.checkpoints.torch_file`).
 """
 
 from __future__ import annotations
@@ -46,11 +46,8 @@ def digest_steps(path: Path, algorithm: str = DEFAULT) -> Iterator[str | None]:
 
 def digest_of(path: Path, algorithm: str = DEFAULT) -> str:
     """The digest of a whole file; raises as `digest_steps`."""
-    found = None
-    for found in digest_steps(path, algorithm):  # noqa: B007  (the last one counts)
-        pass
-    assert found is not None
-    return found
+    *_, found = digest_steps(path, algorithm)
+    return str(found)
 
 
 def has_digest(path: Path, digest: str) -> bool:

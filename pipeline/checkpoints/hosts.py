@@ -8,8 +8,9 @@ too, wherever they run.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from pipeline.base.files import replaced_atomically
 from pipeline.checkpoints.files import has_digest
 from pipeline.checkpoints.folder import SEEN
-from pipeline.checkpoints.manifest import Checkpoint, FileEntry, size_of
+from pipeline.checkpoints.manifest import Checkpoint, FileEntry
 from pipeline.engine.agreement import gather_objects
 from pipeline.parallel.context import Parallel
 from pipeline.parallel.mesh import Mesh
@@ -69,10 +70,9 @@ def find_file_systems(parallel: Parallel, folder: Path, local_rank: int) -> File
         OSError: the folder, which is made if it is missing, cannot be written. On the host's first rank.
         RuntimeError: on every rank alike: a rank does not even see what its own host wrote.
     """
-    firsts = [local == 0 for local in gather_objects(parallel, local_rank)]
-    hosts = tuple(sum(firsts[: rank + 1]) - 1 for rank in range(len(firsts)))
+    local_ranks = gather_objects(parallel, local_rank)
     token = gather_objects(parallel, secrets.token_hex(8))[0]
-    names = {rank: f"{SEEN}{token}-{rank}" for rank, first in enumerate(firsts) if first}
+    names = {rank: f"{SEEN}{token}-{rank}" for rank, local in enumerate(local_ranks) if local == 0}
     own = folder / names[parallel.rank] if parallel.rank in names else None
     failure = None
     try:
@@ -94,7 +94,12 @@ def find_file_systems(parallel: Parallel, folder: Path, local_rank: int) -> File
         raise RuntimeError(
             f"rank {blind} does not see in {seen_as} what the first rank of its host wrote there"
         )
-    return FileSystems(leaders, hosts)
+    return FileSystems(leaders, host_numbers(local_ranks))
+
+
+def host_numbers(local_ranks: Sequence[int]) -> tuple[int, ...]:
+    """For each rank the number of its host, by the ranks' numbers on their hosts."""
+    return tuple(accumulate((int(local == 0) for local in local_ranks[1:]), initial=0))
 
 
 # In the names of the files that a rank keeps to itself.
@@ -111,8 +116,7 @@ def complete_hosts(parallel: Parallel, local_rank: int, checkpoint: Checkpoint) 
     if checkpoint.shared:
         return
     names = sorted(name for name in checkpoint.files if not any(own in name for own in _OWN))
-    seen = {name for name in names if size_of(checkpoint.path / name) == checkpoint.files[name].bytes}
-    answers = gather_objects(parallel, (local_rank, seen))
+    answers = gather_objects(parallel, (local_rank, checkpoint.present))
     failure = None
     for name in names:
         lacking = [rank for rank, (local, has) in enumerate(answers) if local == 0 and name not in has]

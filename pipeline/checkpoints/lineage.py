@@ -65,7 +65,10 @@ def read_lineage(folder: Path) -> Lineage:
     path = folder / LINEAGE
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        return Lineage(parse_branches(content["branches"]), _text_or_none(content["origin"]))
+        branches, origin = parse_branches(content["branches"]), content["origin"]
+        if origin is not None and not isinstance(origin, str):
+            raise TypeError("the origin is a path")
+        return Lineage(branches, origin)
     except (FileNotFoundError, NotADirectoryError):
         return Lineage()
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -102,9 +105,3 @@ def parse_branches(saved: Any) -> Branches:
     if not all(isinstance(name, str) and isinstance(step, int) for name, step in branches):
         raise TypeError("a branch is a name and a step")
     return branches
-
-
-def _text_or_none(value: Any) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise TypeError("the origin is a path")
-    return value

@@ -21,7 +21,7 @@ from pipeline.checkpoints.folder import named_by_latest, point_latest
 from pipeline.checkpoints.hosts import complete_hosts
 from pipeline.checkpoints.lineage import Lineage, saved_lineage, write_lineage
 from pipeline.checkpoints.manifest import Checkpoint, TrainState, layout_of
-from pipeline.checkpoints.resume import PARTS_APART, lineage_after
+from pipeline.checkpoints.resume import ONE_FOLDER, PARTS_APART, lineage_after
 from pipeline.checkpoints.shards import (
     Shard,
     ShardSlice,
@@ -35,7 +35,7 @@ from pipeline.checkpoints.shards import (
 )
 from pipeline.checkpoints.snapshot import STATE_KEY
 from pipeline.checkpoints.stored import MASTER, Slice, StoredState
-from pipeline.checkpoints.unpickling import load_torch_file
+from pipeline.checkpoints.torch_file import load_torch_file
 from pipeline.engine.agreement import gather_objects, gather_rows
 from pipeline.engine.deepspeed_patches import loading_own_files, loading_with
 from pipeline.engine.engine import TrainEngine
@@ -72,7 +72,7 @@ def _require_every_part(engine: TrainEngine, checkpoint: Checkpoint) -> None:
     shows only when the engine is there."""
     if any(gather_objects(engine.parallel, checkpoint.missing)):
         rule = f"was saved with other settings of offload or of DeepSpeed's buffers, and {PARTS_APART}"
-        remedy = "Do that, or resume with the settings it was saved with"
+        remedy = f"{ONE_FOLDER}, or resume with the settings it was saved with"
         raise JobError([Problem("resume", str(checkpoint.path), rule, remedy)])
 
 

@@ -114,6 +114,11 @@ class Checkpoint:
         return SHARDS in self.files
 
     @property
+    def present(self) -> set[str]:
+        """Its files that are here, with their size."""
+        return {name for name, entry in self.files.items() if size_of(self.path / name) == entry.bytes}
+
+    @property
     def missing(self) -> list[str]:
         """Its files that are not here, as where each host has a part."""
         return [name for name in self.files if size_of(self.path / name) is None]

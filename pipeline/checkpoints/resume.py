@@ -230,7 +230,8 @@ def _may_count(path: Path, lineage: Lineage) -> bool:
     return saved is None or lineage.owns(*saved)
 
 
-PARTS_APART = "each of its hosts holds a part: copy all parts into one folder that every host sees"
+PARTS_APART = "each of its hosts holds a part"
+ONE_FOLDER = "Copy all parts into one folder that every host sees"
 
 
 @dataclass(frozen=True)
@@ -266,14 +267,41 @@ def resume_problems(job: Job) -> list[Problem]:
 def continuation_problems(checkpoint: Checkpoint, job: Job) -> list[Problem]:
     """Why this job cannot resume from a complete checkpoint."""
     problems = []
-    path = str(checkpoint.path)
-    if rule := _unreadable(checkpoint, job):
-        remedy = "Resume in the layout it was saved in, or start anew in another --output_dir"
-        problems.append(Problem("resume", path, rule, remedy))
+    if checkpoint.layout != layout_of(job):
+        changed = f"was saved in another layout ({', '.join(layout_changes(checkpoint, job))})"
+        for problem in conversion_problems(checkpoint, job, "resume"):
+            remedy = f"{problem.remedy}, or start anew in another --output_dir"
+            problems.append(replace(problem, rule=f"{changed}, and {problem.rule}", remedy=remedy))
     # Whether the data is the same, the fingerprints of its sources tell when it has been read.
     if differing := differences(checkpoint.identity, job.identity):
         rule = f"belongs to another run: {differing}"
-        problems.append(Problem("resume", path, rule, "Give that run's settings, or start anew"))
+        remedy = "Give that run's settings, or start anew"
+        problems.append(Problem("resume", str(checkpoint.path), rule, remedy))
+    return problems
+
+
+def conversion_problems(checkpoint: Checkpoint, job: Job, key: str) -> list[Problem]:
+    """Why a complete checkpoint cannot be converted to the layout of `job`; `key` is what named it."""
+    there, here, path = checkpoint.layout, layout_of(job), str(checkpoint.path)
+    problems = partial_problems(checkpoint, key)
+    if there["optimizer"] != here["optimizer"]:
+        rule = f"{here['optimizer']} cannot use the optimizer state of {there['optimizer']}"
+        problems.append(Problem(key, path, rule, "Keep the optimizer"))
+    if there["nvme"] or here["nvme"]:
+        remedy = "Resume in the layout it was saved in" if there["nvme"] else "Offload to cpu, or not at all"
+        problems.append(Problem(key, path, "state on NVMe drives is not converted", remedy))
+    return problems
+
+
+def partial_problems(checkpoint: Checkpoint, key: str) -> list[Problem]:
+    """Why the whole state of a checkpoint cannot be read here, whatever it is read for."""
+    path, problems = str(checkpoint.path), []
+    if not checkpoint.has_shard_index:
+        rule = f"it has no {SHARDS}, without which only its own layout can read it"
+        problems.append(Problem(key, path, rule, "Resume in the layout it was saved in, and save"))
+    if missing := checkpoint.missing:
+        rule = f"{PARTS_APART}: {len(missing)} of its files are not here, {missing[0]} among them"
+        problems.append(Problem(key, path, rule, ONE_FOLDER))
     return problems
 
 
@@ -299,22 +327,3 @@ def origin_lines(job: Job, checkpoint: Checkpoint, is_done: bool = True) -> list
     if settings := setting_changes(checkpoint.settings, job):
         lines += ["settings changed since it was saved:", *(f"  {change}" for change in settings)]
     return lines
-
-
-def _unreadable(checkpoint: Checkpoint, job: Job) -> str | None:
-    """Why a checkpoint of another layout cannot be converted to that of `job`; None where it can, or need
-    not be."""
-    there, here = checkpoint.layout, layout_of(job)
-    if there == here:
-        return None
-    reason = None
-    if not checkpoint.has_shard_index:
-        reason = f"it has no {SHARDS}, without which only its own layout can read it"
-    elif there["optimizer"] != here["optimizer"]:
-        reason = "one optimizer's state is nothing to another"
-    elif there["nvme"] or here["nvme"]:
-        reason = "state on NVMe drives is not converted"
-    elif checkpoint.missing:  # not shared
-        reason = PARTS_APART
-    changes = ", ".join(layout_changes(checkpoint, job))
-    return reason and f"was saved in another layout ({changes}), and {reason}"

@@ -15,10 +15,10 @@ import json
 import logging
 import shutil
 import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,7 @@ from pipeline.checkpoints.lineage import saved_lineage
 from pipeline.checkpoints.manifest import SHARDS, FileEntry, TrainState, write_manifest
 from pipeline.checkpoints.output import free_bytes, lack_of_space
 from pipeline.checkpoints.shards import shard_index
-from pipeline.checkpoints.snapshot import PlannedFiles, plan_shards
-from pipeline.checkpoints.torch_file import SnapshotMemory
+from pipeline.checkpoints.snapshot import PlannedFiles, SnapshotMemory, plan_shards
 from pipeline.engine.agreement import gather_objects
 from pipeline.engine.engine import TrainEngine
 from pipeline.job.job import Job
@@ -59,7 +58,7 @@ class _Outstanding:
     """A save whose files are being written."""
 
     state: TrainState
-    writing: Writing
+    report: Future[WriteReport]
     begin: float
 
 
@@ -103,7 +102,7 @@ class Saver:
     @property
     def busy(self) -> bool:
         """Whether this rank is still writing files."""
-        return self._outstanding is not None and self._outstanding.writing.busy
+        return self._outstanding is not None and not self._outstanding.report.done()
 
     def begin(self, state: TrainState) -> None:
         """Begin to save this moment, at a step boundary; in the background, return as soon as it is copied.
@@ -117,10 +116,17 @@ class Saver:
         partial = self._partial(state)
         planned, failure = self._plan(state, partial)
         self._agree_on_plan(planned.bytes, failure, partial)
-        writing = Writing(planned, partial, in_background=self._memory is not None)
-        self._outstanding = _Outstanding(state, writing, begin)
-        if self._memory is None:
-            self.finish()
+        if self._memory is not None:
+            # A thread is enough: it waits in system calls and in hashing of large blocks, both of which leave
+            # the interpreter to training, whose end waits for it.
+            writer = ThreadPoolExecutor(1, "checkpoint-writer")
+            self._outstanding = _Outstanding(state, writer.submit(write_planned, planned, partial), begin)
+            writer.shutdown(wait=False)
+            return
+        report: Future[WriteReport] = Future()
+        report.set_result(write_planned(planned, partial))
+        self._outstanding = _Outstanding(state, report, begin)
+        self.finish()
 
     def finish(self) -> None:
         """Wait for what is being written on any rank, and make it count. Nothing to do where nothing is.
@@ -131,7 +137,7 @@ class Saver:
         if self._outstanding is None:
             return
         current, self._outstanding = self._outstanding, None
-        reports: list[WriteReport] = gather_objects(self.parallel, current.writing.report())
+        reports: list[WriteReport] = gather_objects(self.parallel, current.report.result())
         partial = self._partial(current.state)
         self._check([report.failure for report in reports], partial)
         failure = None
@@ -256,48 +262,16 @@ class WriteReport:
         failure: What went wrong, None if nothing did.
     """
 
-    files: tuple[WrittenFile, ...]
-    failure: str | None
+    files: tuple[WrittenFile, ...] = ()
+    failure: str | None = None
 
 
-class Writing:
-    """Writes `planned` into `folder`, beginning now.
-
-    A thread is enough: it waits in system calls and in hashing of large blocks, both of which leave the
-    interpreter to training. What goes wrong is reported, never raised: it concerns every rank.
-    """
-
-    def __init__(self, planned: PlannedFiles, folder: Path, in_background: bool) -> None:
-        self._planned, self._folder = planned, folder
-        self._report: WriteReport | None = None
-        self._thread: threading.Thread | None = None
-        if in_background:
-            # No daemon: an interpreter that ends would cut it short.
-            self._thread = threading.Thread(target=self._write, name="checkpoint-writer")
-            self._thread.start()
-        else:
-            self._write()
-
-    @property
-    def busy(self) -> bool:
-        """Whether files are still being written."""
-        return self._thread is not None and self._thread.is_alive()
-
-    def report(self) -> WriteReport:
-        """Wait for the end; what became of the files."""
-        if self._thread is not None:
-            self._thread.join()
-        assert self._report is not None
-        return self._report
-
-    def _write(self) -> None:
-        files: tuple[WrittenFile, ...] = ()
-        failure = None
-        try:
-            files = tuple(self._planned.write(self._folder))
-        except BaseException as error:  # noqa: BLE001  (reported to every rank, which the save fails on)
-            failure = describe_failure(error)
-        self._report = WriteReport(files, failure)
+def write_planned(planned: PlannedFiles, folder: Path) -> WriteReport:
+    """Write one rank's files. What goes wrong is reported, never raised: it concerns every rank."""
+    try:
+        return WriteReport(tuple(planned.write(folder)))
+    except BaseException as error:  # noqa: BLE001  (the save fails with it, on every rank)
+        return WriteReport(failure=describe_failure(error))
 
 
 def describe_failure(error: BaseException) -> str:

@@ -13,8 +13,9 @@ with the optimizer's state of the same length; its `ShardSlice`s are the slices 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -127,7 +128,9 @@ def _unsharded(engine: TrainEngine) -> Iterator[Shard]:
         locations = dict(_layer_locations(module))
     else:
         locations = {p: Location(file, ("module", name)) for name, p in module.named_parameters()}
-    for index, parameter in enumerate(_parameters(torch_optimizer(engine))):
+    # In the order in which torch numbers them in a state dict.
+    parameters = chain.from_iterable(group["params"] for group in torch_optimizer(engine).param_groups)
+    for index, parameter in enumerate(parameters):
         whole = ShardSlice(parameter, 0, parameter.numel(), 0)
         state = Location(file, ("optimizer", "state", index))
         yield Shard(parameter, (whole,), locations[parameter], state)
@@ -175,7 +178,8 @@ def _bf16(engine: TrainEngine) -> Iterator[Shard]:
     optimizer = engine.deepspeed.optimizer
     for index, master in enumerate(optimizer.fp32_groups_flat_partition):
         group = optimizer.bf16_groups[index]
-        yield _flat_shard(engine, index, master, zip(group, _offsets(group), strict=True))
+        offsets = accumulate((parameter.numel() for parameter in group), initial=0)  # and the end of the last
+        yield _flat_shard(engine, index, master, zip(group, offsets, strict=False))
 
 
 def _flat_shard(
@@ -218,19 +222,6 @@ def _zero_3(engine: TrainEngine) -> Iterator[Shard]:
         weights = Location(file, (OPTIMIZER_STATE_DICT, FP32_FLAT_GROUPS, index))
         state = Location(file, (OPTIMIZER_STATE_DICT, OPTIMIZER_STATE_DICT, "state", order.index(index)))
         yield Shard(master, tuple(slices), weights, state)
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
-    """In the order in which torch numbers them in a state dict."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
-def _offsets(parameters: Sequence[nn.Parameter]) -> Iterator[int]:
-    offset = 0
-    for parameter in parameters:
-        yield offset
-        offset += parameter.numel()
 
 
 def _model_file(engine: TrainEngine) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 
 from pipeline.checkpoints.files import WrittenFile, copy_file, sync_existing, write_bytes
 from pipeline.checkpoints.manifest import TrainState
-from pipeline.checkpoints.torch_file import PickledObject, SnapshotMemory
+from pipeline.checkpoints.torch_file import PickledObject
 from pipeline.engine.deepspeed_patches import saving_into
 from pipeline.engine.engine import TrainEngine
 
@@ -67,6 +67,47 @@ class PlannedFiles:
         written += [copy_file(source, folder, name) for name, source in self.copies.items()]
         written += [write_bytes(folder, name, text) for name, text in self.texts.items()]
         return written + [sync_existing(folder, name) for name in self.present]
+
+
+class SnapshotMemory:
+    """Memory on the host for the values of one moment, used again by the next save.
+
+    It takes as many bytes as this rank's files have and keeps them: fresh memory costs several times what the
+    copying costs. Copies from a GPU go to page-locked memory.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, str], torch.UntypedStorage] = {}
+
+    @property
+    def bytes(self) -> int:
+        return sum(buffer.nbytes() for buffer in self._buffers.values())
+
+    def copy(self, files: Mapping[str, PickledObject]) -> None:
+        """Replace the storages of `files`, by name, with copies; complete when this returns.
+
+        Raises:
+            MemoryError, RuntimeError: there is no memory for them.
+        """
+        streams = set()
+        for name, file in files.items():
+            copies = {}
+            for key, storage in file.storages.items():
+                copies[key] = self._buffer((name, key), storage)
+                copies[key].copy_(storage, non_blocking=True)
+                if storage.device.type == "cuda":
+                    streams.add(torch.cuda.current_stream(storage.device))
+            file.detach(copies)
+        for stream in streams:
+            stream.synchronize()
+
+    def _buffer(self, key: tuple[str, str], storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.nbytes() != storage.nbytes():
+            pinned = storage.device.type == "cuda"
+            fresh = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=pinned)
+            buffer = self._buffers[key] = fresh.untyped_storage()
+        return buffer
 
 
 class _Collector(CheckpointEngine):

@@ -20,7 +20,7 @@ from deepspeed.checkpoint.constants import LOSS_SCALER, OPTIMIZER_STATE_DICT
 from torch import Tensor
 
 from pipeline.checkpoints.manifest import SHARDS
-from pipeline.checkpoints.unpickling import load_torch_file
+from pipeline.checkpoints.torch_file import load_torch_file
 from pipeline.parallel.parameters import Slicing
 
 MASTER = "master"  # among the names of the optimizer's tensors (exp_avg, ...): the weights themselves

@@ -1,24 +1,38 @@
-"""A file in torch's own format, in two phases: first what will be in it, then the writing.
+"""Files in torch's own format: written in two phases, and read without running what they hold.
 
 `torch.save` pickles an object and writes the storages of its tensors in one go. A save needs the two apart:
 the size before the first byte, to see whether there is space; and the values of this moment, while the file
 is written later by a thread, under the pickle that names the device they came from. `torch.save` cannot be
 stopped in between, and of copies in host memory it would write another pickle. `torch.load` reads the result
 as it reads what `torch.save` writes.
+
+A pickle may call anything when it is read. So every file of a checkpoint is read by torch's restricted
+unpickler (``weights_only=True``), which knows tensors and plain values, and here the few types in `ALLOWED`
+that DeepSpeed puts beside them. A file that asks for anything else is refused before it is read, with the
+names that it asks for; ``--allow_pickle MODULE.NAME`` allows one of them. torch itself never allows functions
+of `os` and `sys`.
 """
 
 from __future__ import annotations
 
+import importlib
 import io
 import pickle
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.serialization import location_tag, normalize_storage_type
+from torch.serialization import (
+    get_unsafe_globals_in_checkpoint,
+    location_tag,
+    normalize_storage_type,
+    safe_globals,
+)
 
+from pipeline.base.problems import JobError, Problem
 from pipeline.checkpoints.files import DigestStream, WrittenFile, synced
 
 # What torch.save writes: the pickle protocol, the order and the alignment of storages.
@@ -116,42 +130,77 @@ class _Pickler(pickle.Pickler):
         return self._refer(value)
 
 
-class SnapshotMemory:
-    """Memory on the host for the values of one moment, used again by the next save.
+# Types without behaviour on construction: numbers, their names, and where a parameter lies in a flat tensor.
+ALLOWED = (
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+)
 
-    It takes as many bytes as this rank's files have and keeps them: fresh memory costs several times what the
-    copying costs. Copies from a GPU go to page-locked memory.
+# The list of allowed names is one for the whole process, and threads read files at the same time.
+_TORCH_LIST = threading.Lock()
+
+
+def foreign_names(path: Path, allowed: Collection[str] = ()) -> list[str]:
+    """What a file asks for beyond tensors, plain values, `ALLOWED` and `allowed`; nothing of it is run.
+
+    Raises:
+        ValueError: it is no file of torch's.
     """
+    try:
+        asked = get_unsafe_globals_in_checkpoint(path)
+    except (RuntimeError, ValueError, EOFError, IndexError, KeyError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{path} is no file that torch wrote ({type(error).__name__}: {error})") from error
+    return sorted(set(asked) - {*ALLOWED, *allowed})
 
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[str, str], Storage] = {}
 
-    @property
-    def bytes(self) -> int:
-        return sum(buffer.nbytes() for buffer in self._buffers.values())
+def load_torch_file(
+    path: str | Path, map_location: Any = "cpu", *, mmap: bool = False, allowed: Collection[str] = ()
+) -> Any:
+    """The content of a file that torch wrote.
 
-    def copy(self, files: Mapping[str, PickledObject]) -> None:
-        """Replace the storages of `files`, by name, with copies; complete when this returns.
+    Args:
+        map_location: As of `torch.load`.
+        mmap: Map tensors instead of reading them.
+        allowed: Names beyond `ALLOWED`, from ``--allow_pickle``.
 
-        Raises:
-            MemoryError, RuntimeError: there is no memory for them.
-        """
-        streams = set()
-        for name, file in files.items():
-            copies = {}
-            for key, storage in file.storages.items():
-                copies[key] = self._buffer((name, key), storage)
-                copies[key].copy_(storage, non_blocking=True)
-                if storage.device.type == "cuda":
-                    streams.add(torch.cuda.current_stream(storage.device))
-            file.detach(copies)
-        for stream in streams:
-            stream.synchronize()
+    Raises:
+        JobError: it asks for something foreign, or for something that torch never allows, or a name of
+            `allowed` cannot be imported.
+        ValueError: it is no file of torch's.
+    """
+    path = Path(path)
+    if foreign := foreign_names(path, allowed):
+        raise JobError([foreign_problem(path, foreign)])
+    names = [_imported(name) for name in (*ALLOWED, *allowed)]
+    try:
+        with _TORCH_LIST, safe_globals(names):
+            return torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
+    except pickle.UnpicklingError as error:
+        rule = f"cannot be read safely ({_reason(error)})"
+        raise JobError([Problem("resume", str(path), rule, "Resume from another checkpoint")]) from error
 
-    def _buffer(self, key: tuple[str, str], storage: Storage) -> Storage:
-        buffer = self._buffers.get(key)
-        if buffer is None or buffer.nbytes() != storage.nbytes():
-            pinned = storage.device.type == "cuda"
-            fresh = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=pinned)
-            buffer = self._buffers[key] = fresh.untyped_storage()
-        return buffer
+
+def _reason(error: pickle.UnpicklingError) -> str:
+    """What stands between torch's advice, which is to read the file unsafely, and where it is documented."""
+    paragraphs = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return paragraphs[1] if len(paragraphs) > 2 else paragraphs[0]
+
+
+def foreign_problem(path: Path, names: Sequence[str]) -> Problem:
+    """A file that is refused because of what it asks for."""
+    listed = ", ".join(names)
+    rule = f"would call {listed} when it is read, which no checkpoint of this pipeline holds"
+    remedy = f"If you know why it does, and trust it: --allow_pickle {' '.join(names)}"
+    return Problem("resume", str(path), rule, remedy)
+
+
+def _imported(name: str) -> tuple[Callable[..., Any], str]:
+    """What a dotted name means, with the name under which files ask for it."""
+    module, _, attribute = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), attribute), name
+    except (ImportError, AttributeError, ValueError) as error:
+        rule = f"there is no such thing ({type(error).__name__}: {error})"
+        raise JobError([Problem("allow_pickle", name, rule, "Correct --allow_pickle")]) from error

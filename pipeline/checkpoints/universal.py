@@ -68,7 +68,8 @@ class WholeParameters:
     def bytes_of(self, name: str) -> int:
         """What the files of a parameter will take, about."""
         tensors, scalars = 1 + len(self.stored.state_names(name)), len(self.stored.scalars(name))
-        return tensors * self.slicings[name].numel * FLOAT32 + (tensors + scalars) * FILE_OVERHEAD
+        notes = 1  # of the conversion, `PartialFolder.record_written`
+        return tensors * self.slicings[name].numel * FLOAT32 + (tensors + scalars + notes) * FILE_OVERHEAD
 
     def values(self, name: str) -> Iterator[tuple[str, Any]]:
         """The content of each file of a parameter, by the file's stem. One tensor is in memory at a time."""

@@ -16,9 +16,10 @@ from pathlib import Path
 
 from pipeline.base.problems import JobError, Problem
 from pipeline.checkpoints.files import BLOCK, digest_steps
-from pipeline.checkpoints.manifest import Checkpoint, size_of
+from pipeline.checkpoints.hosts import host_numbers
+from pipeline.checkpoints.manifest import Checkpoint
 from pipeline.checkpoints.resume import NOTHING, Candidates, Selection, candidates_of, continuation_problems
-from pipeline.checkpoints.unpickling import foreign_names, foreign_problem
+from pipeline.checkpoints.torch_file import foreign_names, foreign_problem
 from pipeline.engine.agreement import gather_objects
 from pipeline.job.job import Job
 from pipeline.parallel.context import Parallel
@@ -98,13 +99,10 @@ class Verifier:
         world = range(self.parallel.mesh.world_size)
         if checkpoint.shared:
             return dict.fromkeys(checkpoint.files, world)
-        sizes = {name: size_of(checkpoint.path / name) for name in checkpoint.files}
-        seen = {name for name, entry in checkpoint.files.items() if sizes[name] == entry.bytes}
-        answers = gather_objects(self.parallel, (self.local_rank, seen))
-        firsts = [local_rank == 0 for local_rank, _ in answers]
-        hosts = [sum(firsts[: rank + 1]) - 1 for rank in world]
+        present = gather_objects(self.parallel, checkpoint.present)
+        hosts = host_numbers(gather_objects(self.parallel, self.local_rank))
         return {
-            name: [rank for rank in world if hosts[rank] == entry.host and name in answers[rank][1]]
+            name: [rank for rank in world if hosts[rank] == entry.host and name in present[rank]]
             for name, entry in checkpoint.files.items()
         }
 
@@ -148,8 +146,7 @@ def _read(checkpoint: Checkpoint, names: Sequence[str], allowed: Collection[str]
         entry, path = checkpoint.files[name], checkpoint.path / name
         try:
             if entry.digest:
-                found = None
-                blocks = digest_steps(path, entry.digest.partition(":")[0])
+                found, blocks = None, digest_steps(path, entry.digest.partition(":")[0])
                 for block, found in enumerate(blocks):  # noqa: B007  (the last one counts)
                     yield Reading(read + min(block * BLOCK, entry.bytes))
                 if found != entry.digest:

@@ -134,7 +134,7 @@ def test_without_an_index_another_layout_is_refused(
 @pytest.mark.parametrize(
     ("before", "after", "says"),
     [
-        ({}, SGD, "(optimizer AdamW -> SGD), and one optimizer's state is nothing to another"),
+        ({}, SGD, "(optimizer AdamW -> SGD), and SGD cannot use the optimizer state of AdamW"),
         ({}, NVME, "state on NVMe drives is not converted"),
         (NVME, {}, "state on NVMe drives is not converted"),
     ],

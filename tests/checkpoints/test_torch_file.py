@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from pipeline.checkpoints.files import digest_of
-from pipeline.checkpoints.torch_file import PickledObject, SnapshotMemory
+from pipeline.checkpoints.snapshot import SnapshotMemory
+from pipeline.checkpoints.torch_file import PickledObject
 
 
 def state() -> dict[str, Any]:

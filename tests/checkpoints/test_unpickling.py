@@ -14,7 +14,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from pipeline.base.problems import JobError
 from pipeline.checkpoints.load import load_checkpoint
 from pipeline.checkpoints.manifest import TrainState
-from pipeline.checkpoints.unpickling import foreign_names, load_torch_file
+from pipeline.checkpoints.torch_file import foreign_names, load_torch_file
 from pipeline.engine.build import build_engine
 from pipeline.job.job import Job
 from tests.checkpoints.saved_runs import find_checkpoint

@@ -204,7 +204,7 @@ def test_resume_with_another_optimizer_is_refused(shop: Workshop, capsys: pytest
         assert part in shown
     result = run_job(shop.arguments("run", other), 2)
     assert result.exit_codes == (2, 2)
-    assert "one optimizer's state is nothing to another" in flat(result.stderr[0])
+    assert "cannot use the optimizer state of" in flat(result.stderr[0])
     assert _contents(shop.folder / "run") == before
 
 

@@ -17,8 +17,7 @@ import torch
 from pipeline.base.files import remove_tree, sync_files, sync_folder
 from pipeline.base.problems import JobError, Problem
 from pipeline.base.user_input import exists, is_folder
-from pipeline.checkpoints.export.checkpoint_tensors import tensors, verified_state
-from pipeline.checkpoints.export.safetensors_writer import FORMATS, write_weights
+from pipeline.checkpoints.export.tensors import FORMATS, tensors, verified_state, write_weights
 from pipeline.checkpoints.manifest import Checkpoint
 from pipeline.checkpoints.output import only_one, output_problems
 from pipeline.checkpoints.stored import StoredState

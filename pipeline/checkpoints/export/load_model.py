@@ -20,7 +20,7 @@ from transformers import (
 
 from pipeline.base.problems import JobError, Problem
 from pipeline.checkpoints.export.arguments import model_of_checkpoint, tokenizer_of_checkpoint
-from pipeline.checkpoints.export.checkpoint_tensors import rounded
+from pipeline.checkpoints.export.tensors import rounded, tensors, verified_state
 from pipeline.checkpoints.manifest import Checkpoint
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer, vocabulary_problems
 from pipeline.hugging_face.families import config_json, generation_config_json
@@ -81,8 +81,6 @@ def from_checkpoint(
             checkpoint is damaged, or the format does not reach as far as its values.
         RuntimeError: the checkpoint does not hold its model.
     """
-    from pipeline.checkpoints.export.checkpoint_tensors import tensors, verified_state
-
     config = model_of_checkpoint(checkpoint)
     ours = tokenizer_of_checkpoint(checkpoint, tokenizer_name)
     if problems := vocabulary_problems(ours, config.vocab_size):

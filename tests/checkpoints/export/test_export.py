@@ -18,10 +18,9 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.base.problems import JobError
-from pipeline.checkpoints.export import safetensors_writer
-from pipeline.checkpoints.export.checkpoint_tensors import verified_state
+from pipeline.checkpoints.export import tensors
 from pipeline.checkpoints.export.export_folder import StagingFolder
-from pipeline.checkpoints.export.safetensors_writer import write_weights
+from pipeline.checkpoints.export.tensors import verified_state, write_weights
 from pipeline.checkpoints.manifest import TrainState
 from pipeline.checkpoints.resume import checkpoint_at
 from pipeline.export import bytes_of, main
@@ -192,7 +191,7 @@ def test_a_failed_export_leaves_nothing(
     out = tmp_path / "out"
     assert export(base / "gpt2 run", out) == 0
     before = digests(out)
-    monkeypatch.setattr(safetensors_writer, "_bytes", full_disk)
+    monkeypatch.setattr(tensors, "_bytes", full_disk)
     assert export(base / "llama run", out, "--overwrite") == 1
     assert "No space left on device" in capsys.readouterr().err
     assert digests(out) == before
@@ -202,7 +201,7 @@ def test_a_failed_export_leaves_nothing(
 def test_an_export_that_is_ended_leaves_nothing(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
-    monkeypatch.setattr(safetensors_writer, "_bytes", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(tensors, "_bytes", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     assert export(base / "gpt2 run", tmp_path / "out") == 1
     assert capsys.readouterr().err == f"\ninterrupted; {tmp_path / 'out'} was not written\n"
     assert [path.name for path in tmp_path.iterdir()] == []
@@ -287,7 +286,7 @@ def test_files_of_other_hosts_must_be_here(base: Path, tmp_path: Path):
     )
     assert verified_state(apart, ()).slicings  # copied together, all of it can be read
     missing = replace(apart, files={**apart.files, "more.pt": next(iter(apart.files.values()))})
-    with pytest.raises(JobError, match=r"1 of its files are not here.*Copy more\.pt"):
+    with pytest.raises(JobError, match=r"1 of its files are not here, more\.pt among them.*Copy"):
         verified_state(missing, ())
 
 

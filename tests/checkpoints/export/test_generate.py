@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GenerationMixin
 
-from pipeline.checkpoints.export import checkpoint_tensors
+from pipeline.checkpoints.export import load_model
 from pipeline.export import main as export
 from pipeline.generate import main
 from tests.harness import run_job
@@ -119,8 +119,8 @@ def test_what_float16_cannot_hold_is_refused(
     def large(*arguments: Any) -> Iterator[tuple[str, torch.Tensor]]:
         return ((each, values * 1e6 if each == name else values) for each, values in own(*arguments))
 
-    own = checkpoint_tensors.tensors
-    monkeypatch.setattr(checkpoint_tensors, "tensors", large)
+    own = load_model.tensors
+    monkeypatch.setattr(load_model, "tensors", large)
     assert main([str(base / "run"), *call, "float16"]) == 2
     assert f"'float16': {name} has values up to" in capsys.readouterr().err
 

@@ -1,7 +1,7 @@
-"""Safetensors files, written tensor by tensor: the header first, then each tensor as it comes.
+"""The tensors of a Hugging Face model: out of a checkpoint of any layout, and into safetensors files.
 
-The library's own writer wants all tensors of a file in memory at once, up to 5 GB of them; here it is one.
-Its reader, and that of transformers, read what is written here.
+One tensor is in memory at a time. The library's own writer wants all those of a file at once, up to 5 GB of
+them; its reader, and that of transformers, read what is written here.
 """
 
 from __future__ import annotations
@@ -9,17 +9,88 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.checkpoints.export.checkpoint_tensors import rounded
+from pipeline.base.problems import JobError, Problem
+from pipeline.checkpoints.manifest import Checkpoint
+from pipeline.checkpoints.resume import partial_problems
+from pipeline.checkpoints.stored import MASTER, StoredState
+from pipeline.checkpoints.verification import Verifier
 from pipeline.hugging_face.safetensors_files import INDEX, SIZES, WEIGHTS
+from pipeline.hugging_face.tensor_map import Entry, tensor_map
+from pipeline.model.config import ModelConfig
+from pipeline.parallel.context import Parallel
 
 Shape = tuple[int, ...]
 FORMATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+def verified_state(checkpoint: Checkpoint, allowed: Collection[str]) -> StoredState:
+    """What a checkpoint holds, once the digest of each of its files has been seen to match.
+
+    Args:
+        allowed: Names that its files may ask for, from ``--allow_pickle``.
+
+    Raises:
+        JobError: a file is missing, damaged or foreign, or nothing says what lies where.
+        RuntimeError: as `StoredState`.
+    """
+    if problems := partial_problems(checkpoint, "checkpoint"):
+        raise JobError(problems)
+    # All files are here, so that this one process may verify those of every host.
+    verifier = Verifier(Parallel.single(), 0, allowed)
+    if failure := verifier.failure(replace(checkpoint, shared=True)):
+        raise JobError([Problem("checkpoint", str(checkpoint.path), failure, "Name another checkpoint")])
+    return StoredState(checkpoint.path, allowed)
+
+
+def tensors(model: ModelConfig, stored: StoredState) -> Iterator[tuple[str, Tensor]]:
+    """Name and value, in fp32, of every tensor that transformers has for the model, by layer.
+
+    Raises:
+        RuntimeError: the checkpoint does not hold the model's parameters.
+    """
+    entries = tensor_map(model)
+    shapes = {entry.name: entry.shape for entry in entries}
+    held = {name: tuple(slicing.full_shape) for name, slicing in stored.slicings.items()}
+    if shapes != held:
+        differing = sorted(name for name in shapes | held if shapes.get(name) != held.get(name))
+        raise RuntimeError(f"{stored.path} holds other parameters than its model has: {differing}")
+    for entry in entries:
+        yield from _theirs(entry, stored.read(entry.name, MASTER).view(entry.shape))
+
+
+def _theirs(entry: Entry, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of theirs that one parameter of ours is made of."""
+    for name in entry.theirs:
+        rows = entry.rows_of(name)
+        turned = parameter.t() if entry.transposed else parameter
+        dim = 1 if entry.transposed else 0
+        if np.array_equal(rows, np.arange(len(rows))):
+            # A table without its padding is the beginning of ours, which needs no copy.
+            yield name, turned.narrow(dim, 0, len(rows))
+        else:
+            yield name, turned.index_select(dim, torch.from_numpy(rows))
+
+
+def rounded(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor in another format.
+
+    Raises:
+        JobError: the format does not reach as far as a value does. Of float32 and bfloat16, which reach
+            equally far, each takes what the other holds.
+    """
+    values = tensor.to(dtype)
+    if dtype == torch.float16 and not values.isfinite().all() and tensor.isfinite().all():
+        rule = f"{name} has values up to {tensor.abs().max():g}, and float16 ends at 65504"
+        raise JobError([Problem("dtype", "float16", rule, "Use --dtype bfloat16 or float32")])
+    return values
 
 
 def write_weights(
