@@ -20,7 +20,6 @@ READERS = frozenset(
             "choose_tokenizer",
             "chosen_tokenizer",
             "tokenizer_facts",
-            "read_tokenizer_folder",
             "load_tokenizer",
         ),
     }

@@ -44,3 +44,8 @@ class JobError(ValueError):
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+def job_error(key: str, value: object, rule: str, remedy: str) -> JobError:
+    """The error of a single problem."""
+    return JobError([Problem(key, value, rule, remedy)])

@@ -1,4 +1,4 @@
-"""Which inputs a run learns from, found and listed without reading them.
+"""The inputs of a run, found and listed without reading them.
 
 `--data` names, alone or mixed:
 
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from pipeline.base.problems import JobError, Problem
+from pipeline.base.problems import JobError, Problem, job_error
 from pipeline.base.user_input import exists, is_file, is_folder
 from pipeline.data.inputs import (
     RECORD_SUFFIXES,
@@ -42,11 +42,12 @@ from pipeline.data.inputs import (
     token_prefix,
 )
 
-# Not the library itself, far more tests than code, or tables generated into modules.
+# Of the standard library's folder: other packages, tests, and tables generated into modules.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "lib-dynload", "test", "tests", "idlelib", "lib2to3"}
 _LIBRARY_LEFT_OUT = frozenset(_NOT_LIBRARY | {"encodings", "pydoc_data"})
 _LIBRARY_GENERATED = ("_sysconfigdata", "config-")
-# Bytes of a named file that are looked at before a run starts.
+_KNOWN = " ".join((*RECORD_SUFFIXES, *TEXT_SUFFIXES))
+# Bytes of a named file that are read before a run starts.
 _BEGINNING = 1 << 16
 
 
@@ -72,8 +73,8 @@ class InputFile:
     Attributes:
         path: Where it is.
         size: Bytes.
-        mtime_ns: Time of its last change, nanoseconds; with the size it tells a changed file.
-        named: The user named this very file, so it must be usable; one found in a folder may be skipped.
+        mtime_ns: Time of its last change, nanoseconds; with the size it shows that a file changed.
+        named: The user gave this very file, so it must be usable; one found in a folder may be skipped.
         kind: How it is read.
     """
 
@@ -84,10 +85,10 @@ class InputFile:
     kind: Kind = "text"
 
     def check_unchanged(self) -> None:
-        """Call after reading: what was read is what was listed.
+        """Call after reading, so that what was read is what was listed.
 
         Raises:
-            JobError: it is another file than was listed, or gone.
+            JobError: the file has changed since it was listed, or is gone.
         """
         try:
             now = Path(self.path).stat()
@@ -95,7 +96,7 @@ class InputFile:
             raise JobError([unreadable(self.path, error)]) from error
         if (now.st_size, now.st_mtime_ns) != (self.size, self.mtime_ns):
             rule = f"changed while it was read ({self.size} bytes before, {now.st_size} now)"
-            raise JobError([Problem("data", self.path, rule, "Start again when nothing writes to it")])
+            raise job_error("data", self.path, rule, "Start again when nothing writes to it")
 
 
 @dataclass(frozen=True)
@@ -108,12 +109,12 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The inputs in their order, and what was left aside.
+    """The inputs in their order, and what is not used.
 
     Attributes:
         name: For the console.
         files: To be tokenized.
-        skipped: Files that look like documents but are none (empty, found twice).
+        skipped: Files of a kind that is read which are not used (empty, found twice).
         num_other: Files in the folders of kinds that are not read.
         token_files: Prefixes of token files, which need no tokenizing; their documents come last.
     """
@@ -130,7 +131,7 @@ def data_problems(paths: Sequence[str]) -> tuple[Problem, ...]:
     problems = tuple(problem for path in paths if (problem := _path_problem(path)) is not None)
     if problems or not paths or not all(is_file(path) and not Path(path).stat().st_size for path in paths):
         return problems
-    return (_no_document(", ".join(paths), [Skipped(path, "empty") for path in paths]),)
+    return (no_document(", ".join(paths), [Skipped(path, "empty") for path in paths]),)
 
 
 def find_corpus(paths: Sequence[str]) -> Corpus:
@@ -176,9 +177,15 @@ def _path_problem(name: str) -> Problem | None:
         if token_prefix(name) is not None:
             return None
         if is_saved_dataset(path):
-            return _dataset_problem(path)
+            arrow_files(path)
+            return None
         if is_folder(path):
-            return None if any(kind_of(each) for each in _walk(path)) else _nothing_in(path)
+            if any(kind_of(each) for each in _walk(path)):
+                return None
+            rule = f"the folder holds no file with one of the suffixes {_KNOWN}"
+            return Problem("data", name, rule, "Give a folder that does, or the files themselves")
+    except JobError as error:
+        return error.problems[0]
     except OSError as error:
         return unreadable(name, error)
     if not is_file(path):
@@ -189,45 +196,24 @@ def _path_problem(name: str) -> Problem | None:
         )
         return Problem("data", name, rule, remedy)
     if path.suffix and kind_of(path.name) is None:
-        known = " ".join((*RECORD_SUFFIXES, *TEXT_SUFFIXES))
-        rule = f"the suffix {path.suffix} is not one of those that are read ({known})"
+        rule = f"the suffix {path.suffix} is not one of those that are read ({_KNOWN})"
         return Problem("data", name, rule, "Convert it; if it is plain text, rename the file to end in .txt")
-    return _beginning_problem(path) if kind_of(path.name) in (None, "text") else _closed_problem(path)
+    return _reading_problem(path, kind_of(path.name) in (None, "text"))
 
 
-def _closed_problem(path: Path) -> Problem | None:
-    """Whether a file cannot be opened."""
-    try:
-        path.open("rb").close()
-    except OSError as error:
-        return unreadable(str(path), error)
-    return None
-
-
-def _beginning_problem(path: Path) -> Problem | None:
-    """Whether a named file cannot be read, or is binary; most of those are not UTF-8 from the start."""
+def _reading_problem(path: Path, is_text: bool) -> Problem | None:
+    """Whether a named file cannot be opened, or is no text although it should be: most binary files are not
+    UTF-8 from the start."""
     try:
         with path.open("rb") as file:
-            codecs.getincrementaldecoder("utf-8")().decode(file.read(_BEGINNING))
+            if is_text:
+                codecs.getincrementaldecoder("utf-8")().decode(file.read(_BEGINNING))
     except OSError as error:
         return unreadable(str(path), error)
     except UnicodeDecodeError as error:
-        return not_utf8(str(path), error)
+        rule = f"is not UTF-8 text: byte {error.object[error.start]:#04x} at position {error.start}"
+        return Problem("data", str(path), rule, "Convert it to UTF-8, or leave it out")
     return None
-
-
-def _dataset_problem(path: Path) -> Problem | None:
-    try:
-        arrow_files(path)
-    except JobError as error:
-        return error.problems[0]
-    return None
-
-
-def _nothing_in(path: Path) -> Problem:
-    known = " ".join((*RECORD_SUFFIXES, *TEXT_SUFFIXES))
-    rule = f"the folder holds no file with one of the suffixes {known}"
-    return Problem("data", str(path), rule, "Name a folder that does, or the files themselves")
 
 
 def _collect(name: str, found: Sequence[str], named: Set[str], token_files: tuple[str, ...] = ()) -> Corpus:
@@ -253,7 +239,7 @@ def _collect(name: str, found: Sequence[str], named: Set[str], token_files: tupl
         else:
             skipped.append(Skipped(path, "empty"))
     if not files and not token_files:
-        raise JobError([_no_document(name, skipped)])
+        raise JobError([no_document(name, skipped)])
     return Corpus(name, tuple(files), tuple(skipped), len(found) - len(inputs), token_files)
 
 
@@ -277,7 +263,7 @@ def _walk(root: Path, left_out: Set[str] = frozenset()) -> Iterator[str]:
 def _library_files() -> list[str]:
     """The standard library's modules in a fixed order, without tests, packages and generated tables.
 
-    A few packages have an empty `__init__.py`; those are no news to report as skipped.
+    A few packages have an empty `__init__.py`, which need not be reported as skipped.
     """
     root = Path(sysconfig.get_path("stdlib"))
     return [
@@ -289,19 +275,14 @@ def _library_files() -> list[str]:
     ]
 
 
-def not_utf8(path: str, error: UnicodeDecodeError) -> Problem:
-    """A named file that is not text."""
-    rule = f"is not UTF-8 text: byte {error.object[error.start]:#04x} at position {error.start}"
-    return Problem("data", path, rule, "Convert it to UTF-8, or leave it out")
-
-
 def unreadable(path: str, error: OSError) -> Problem:
-    """The problem of a path that the system refuses."""
+    """The problem of a path that cannot be read."""
     rule = f"cannot be read ({error.strerror}: {error.filename})"
     return Problem("data", path, rule, "Make it readable, or leave it out")
 
 
-def _no_document(name: str, skipped: Sequence[Skipped]) -> Problem:
-    aside = "; ".join(f"{entry.path} is {entry.reason}" for entry in skipped[:3])
-    rule = "there is no text in it" + (f" ({aside})" if aside else "")
-    return Problem("data", name, rule, "Give files or folders with text")
+def no_document(name: str, skipped: Sequence[Skipped]) -> Problem:
+    """The problem of data without a single document."""
+    reasons = "; ".join(f"{entry.path}: {entry.reason}" for entry in skipped[:3])
+    rule = "there is no text in it" + (f" ({reasons})" if reasons else "")
+    return Problem("data", name, rule, "Give files or folders with UTF-8 text")

@@ -22,11 +22,7 @@ _AHEAD = 3
 
 
 class BadRecord(ValueError):
-    """Why a record gives no document."""
-
-
-class MissingField(BadRecord):
-    """A JSON object without the text field; the fields that it has are named."""
+    """Why a record cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +32,7 @@ class Encoded:
     Attributes:
         tokens: All of them, [tokens].
         lengths: Tokens of each document (or part), end of document included where it ends here.
-        bad: (name, reason) of records that gave none, in order.
+        bad: (name, reason) of records that cannot be used, in order.
         empty: Names of records without any text.
         characters: Of the texts.
     """
@@ -106,7 +102,7 @@ def text_of(record: str | bytes | None, text_field: str) -> str:
     if not isinstance(value, dict):
         raise BadRecord(f"a JSON {type(value).__name__}, where an object is expected")
     if text_field not in value:
-        raise MissingField(f"no field {text_field!r}; it has {', '.join(map(repr, value)) or 'none'}")
+        raise BadRecord(f"no field {text_field!r}; it has {', '.join(map(repr, value)) or 'none'}")
     text = value[text_field]
     if not isinstance(text, str):
         raise BadRecord(f"field {text_field!r} holds {type(text).__name__}, where text is expected")
@@ -146,12 +142,12 @@ def encode_tasks(tasks: Iterator[Task], encoder: Encoder, workers: int) -> Itera
         pool.shutdown(cancel_futures=True)
 
 
-# Of a worker process: what each of its tasks is encoded with. Process pools have no other place for it.
+# Of a worker process: the encoder of all its tasks. A process pool offers no other way to keep it.
 _worker_encoder: list[Encoder] = []
 
 
 def _start_worker(encoder: Encoder) -> None:
-    """Prepare a worker process: its own encoder on one thread, no life after its parent's."""
+    """Prepare a worker process: its own encoder on one thread; it ends when its parent does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and ends the workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -1,4 +1,4 @@
-"""What a name given as data means: the kind of a file, a saved or remote dataset, token files.
+"""The kinds of data that a path or address names: files, saved or remote datasets, token files.
 
 s3://BUCKET/KEY, gs://BUCKET/KEY      object stores (packages s3fs, gcsfs)
 http://..., https://...               single files
@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import unquote, urlsplit
 
-from pipeline.base.problems import JobError, Problem
+from pipeline.base.problems import JobError, Problem, job_error
 from pipeline.base.user_input import exists, is_file
 
 Kind = Literal["text", "jsonl", "parquet", "arrow"]
 
-# Plain text and source code, as they are. Other kinds of files would be learned with their markup.
+# Plain text and source code, as they are. Other kinds of files hold markup beside the text.
 _PROSE = (".txt", ".text", ".md", ".rst", ".tex")
 _CODE = (".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".java", ".js", ".ts", ".go", ".rs", ".rb", ".sh")
 TEXT_SUFFIXES = _PROSE + _CODE
@@ -50,7 +50,7 @@ def kind_of(path: str) -> Kind | None:
 def token_prefix(path: str) -> str | None:
     """PREFIX, where `path` is the PREFIX of token files, or either file; None for anything else.
 
-    One file of the two is enough, so that the other one can be missed by name.
+    One file of the two is enough, so that a message can name the missing one.
     """
     if path.endswith((".bin", ".idx")):
         path = path[:-4]
@@ -75,18 +75,17 @@ def arrow_files(folder: Path) -> list[str]:
         if (folder / _DATASET_DICT).is_file():
             splits = json.loads((folder / _DATASET_DICT).read_text(encoding="utf-8"))["splits"]
             rule = f"is a dataset of the splits {', '.join(splits)}"
-            raise JobError([Problem("data", str(folder), rule, f"Name one: {folder / splits[0]}")])
+            raise job_error("data", str(folder), rule, f"Give one of them: {folder / splits[0]}")
         state = json.loads((folder / _STATE).read_text(encoding="utf-8"))
         if state.get("_indices_data_files"):
-            rule = "keeps the order of its rows in a file of its own, as old versions of datasets did"
-            remedy = "Load it with datasets and save_to_disk it again"
-            raise JobError([Problem("data", str(folder), rule, remedy)])
+            rule = "keeps the order of its rows in a separate file, as old versions of datasets did"
+            raise job_error("data", str(folder), rule, "Load it with datasets and save_to_disk it again")
         return [str(folder / file["filename"]) for file in state["_data_files"]]
+    except JobError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        if isinstance(error, JobError):
-            raise
         rule = f"its description cannot be read ({type(error).__name__}: {error})"
-        raise JobError([Problem("data", str(folder), rule, "Save the dataset again")]) from error
+        raise job_error("data", str(folder), rule, "Save the dataset again") from error
 
 
 def is_hub_name(path: str) -> bool:
@@ -95,7 +94,7 @@ def is_hub_name(path: str) -> bool:
 
 
 def hub_problem(path: str) -> Problem | None:
-    """What is wrong with hub:NAME[:SPLIT], as far as the name tells."""
+    """What is wrong with the form of hub:NAME[:SPLIT]."""
     name, colon, split = path.removeprefix(_HUB).partition(":")
     if name and (_SPLIT.fullmatch(split) or not colon):
         return None
@@ -104,7 +103,7 @@ def hub_problem(path: str) -> Problem | None:
 
 
 def hub_files(path: str) -> list[str]:
-    """Download hub:NAME[:SPLIT] (split train, if none is said) into the cache of `datasets`; its files.
+    """Download hub:NAME[:SPLIT] (split train, if none is given) into the cache of `datasets`; its files.
 
     Raises:
         JobError: the hub cannot be reached, or has no such dataset or split.
@@ -114,12 +113,11 @@ def hub_files(path: str) -> list[str]:
     name, _, split = path.removeprefix(_HUB).partition(":")
     try:
         dataset = load_dataset(name, split=split or "train")
-    except Exception as error:  # any of the network's layers raised it; it is named
-        rule = (
-            f"the dataset cannot be loaded ({type(error).__name__}: {str(error).partition(chr(10))[0][:300]})"
-        )
+    except Exception as error:  # of any layer of the network
+        reason = str(error).partition("\n")[0][:300]
+        rule = f"the dataset cannot be loaded ({type(error).__name__}: {reason})"
         remedy = "Correct its name and split (hub:NAME:SPLIT), or save it where the hub is reachable"
-        raise JobError([Problem("data", path, rule, remedy)]) from error
+        raise job_error("data", path, rule, remedy) from error
     return [file["filename"] for file in dataset.cache_files]
 
 
@@ -143,7 +141,7 @@ def readable(path: str) -> str:
 
 
 def remote_problem(url: str) -> Problem | None:
-    """What is wrong with an address, as far as it tells without a connection."""
+    """What is wrong with an address, found without a connection."""
     scheme = url.partition("://")[0]
     if scheme not in _PACKAGES:
         rule = f"{scheme}:// is none of {', '.join(f'{known}://' for known in _PACKAGES)}"
@@ -158,7 +156,7 @@ def remote_problem(url: str) -> Problem | None:
     if problem := credentials_problem(url):
         return problem
     if parts.scheme.startswith("http") and (parts.path in ("", "/") or parts.path.endswith("/")):
-        return Problem("data", shown(url), "is no file, and a web server lists no folder", "Name each file")
+        return Problem("data", shown(url), "is no file, and a web server lists no folder", "Give each file")
     if not (parts.netloc + parts.path).strip("/"):
         return Problem("data", shown(url), "names nothing", "Give bucket and key")
     return None
@@ -174,7 +172,7 @@ def credentials_problem(url: str) -> Problem | None:
     if "@" not in parts.netloc and not any(_SECRET.search(name) for name in names):
         return None
     rule = "holds credentials, which would be saved with the run"
-    remedy = "Put them where the store's own tools look: environment, ~/.aws, ~/.netrc"
+    remedy = "Put them where the store's own tools look for them: environment, ~/.aws, ~/.netrc"
     return Problem("data", shown(url), rule, remedy)
 
 

@@ -19,15 +19,15 @@ from typing import Any, Literal
 import numpy as np
 
 from pipeline.base.files import file_lock, sync_folder
-from pipeline.base.problems import JobError, Problem
-from pipeline.data.corpus import Corpus, InputFile
+from pipeline.base.problems import JobError, Problem, job_error
+from pipeline.data.corpus import Corpus, no_document
 from pipeline.data.encoding import Encoded, Encoder, encode_tasks
 from pipeline.data.records import Task, read_tasks
 from pipeline.data.token_file import TokenFile, join_token_files, open_token_file, token_problems
 from pipeline.data.token_writer import Counts, TokenWriter, finish_interrupted
 from pipeline.data.tokenizer import Tokenizer
 
-# What it says is for the user whichever rank it runs on: any rank of a host may be the one that tokenizes.
+# Shown on every rank, because any rank of a host may be the one that tokenizes.
 logger = logging.getLogger(__name__)
 
 # Changes when the same inputs would give other tokens.
@@ -42,11 +42,11 @@ _NAME = "tokens"
 
 @dataclass(frozen=True)
 class Rules:
-    """What decides, beside the inputs and the tokenizer, which documents there are.
+    """What decides which documents there are, beside the inputs and the tokenizer.
 
     Attributes:
         text_field: JSON field or column that holds the text.
-        on_bad_record: Whether a record that cannot be used stops the preparation.
+        on_bad_record: Whether a record that cannot be used stops the preparation or is skipped and counted.
     """
 
     text_field: str = "text"
@@ -55,14 +55,12 @@ class Rules:
 
 @dataclass(frozen=True)
 class PreparationProgress:
-    """How far a preparation is, since it was started or continued.
+    """How far a preparation is; speeds are since it was started or continued.
 
     Attributes:
         share: Of the input's bytes, 0 to 1.
-        documents_per_second: Written.
-        tokens_per_second: Written.
-        seconds_left: At this pace; None before there is one.
-        counts: All so far.
+        seconds_left: At this speed; None before one is known.
+        counts: Of all starts.
     """
 
     share: float
@@ -78,15 +76,14 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def usual_workers(corpus: Corpus) -> int:
-    """All cores that this process may use, or one where the input is small."""
+    """All cores that this process may use, or one if the input is small."""
     if sum(file.size for file in corpus.files) < _SMALL:
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cache_identity(corpus: Corpus, tokenizer: Tokenizer, rules: Rules | None = None) -> str:
-    """Hash of all that the tokens are made from: format, tokenizer, rules, and each file's path, size and
-    time."""
+    """Hash of format, tokenizer, rules, and each file's path, size and time, which decide the tokens."""
     description = {
         "format": FORMAT,
         "tokenizer": tokenizer.identity,
@@ -110,11 +107,11 @@ def write_tokens(
 ) -> dict[str, Any]:
     """Tokenize the files of `corpus` into ``PREFIX.bin``, ``.idx`` and ``.json``; the description.
 
-    What an earlier call with the same arguments began, and was killed at, is continued. Memory does not
-    grow with the input, but for a single record, which must fit.
+    What an earlier call with the same arguments began before it was killed is continued. Memory does not grow
+    with the input; a single record must fit.
 
     Raises:
-        JobError: inputs that cannot be used, no document at all, a full disk, or a worker that was killed.
+        JobError: inputs that cannot be used, no document at all, a full disk, or a killed worker.
         OSError: the files cannot be written.
     """
     identity = cache_identity(corpus, tokenizer, rules)
@@ -131,7 +128,7 @@ def write_tokens(
         try:
             _write_all(writer, corpus, encoder, rules, workers, progress)
             if not writer.counts.documents:
-                raise JobError([_no_document(corpus, writer.counts)])
+                raise JobError([no_document(corpus.name, writer.counts.skipped)])
         except JobError:
             writer.discard()
             raise
@@ -144,19 +141,19 @@ def write_tokens(
 
 @contextmanager
 def _explained(prefix: str, workers: int) -> Iterator[None]:
-    """Inside, a full disk and a worker that was ended from outside become problems."""
+    """Turns a full disk and a killed worker into problems."""
     try:
         yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         rule = "the disk is full; what was safely written before is kept"
-        remedy = "Free some space and start again, which continues; or write elsewhere"
-        raise JobError([Problem("output", prefix, rule, remedy)]) from error
+        remedy = "Free some space and start again, which continues; or write to another disk"
+        raise job_error("output", prefix, rule, remedy) from error
     except BrokenProcessPool as error:
-        rule = "a worker process was ended from outside, perhaps for lack of memory; what is written is kept"
+        rule = "a worker process was killed, perhaps for lack of memory; what is written is kept"
         remedy = "Start again, which continues; with fewer --workers if memory is short"
-        raise JobError([Problem("workers", workers, rule, remedy)]) from error
+        raise job_error("workers", workers, rule, remedy) from error
 
 
 def _write_all(
@@ -180,23 +177,24 @@ def _write_all(
                 break  # those of one task, about a megabyte, are reported together
             if task.after is not None:
                 writer.commit_now_and_then(task.after)
-            meter.tell(task.bytes_done)
+            meter.update(task.bytes_done)
     if problems:
         raise JobError(problems)
 
 
 def _add(writer: TokenWriter, task: Task, result: Encoded, rules: Rules) -> list[Problem]:
-    """Write a task's tokens and count what gave none; what must stop the preparation."""
+    """Write a task's tokens and count what has none; the problems that must stop the preparation."""
     problems = []
     if task.broken:
         writer.abandon()
     for file, reason in task.skipped:
         if file.named and rules.on_bad_record == "stop":
-            problems.append(_bad_text(file, reason))
+            remedy = "Convert it to UTF-8, or leave it out (--on_bad_record skip)"
+            problems.append(Problem("data", file.path, f"is {reason}", remedy))
         writer.counts.skip(file.path, reason)
     for name, reason in result.bad:
         if rules.on_bad_record == "stop":
-            return [*problems, _bad_record(name, reason)]
+            return [*problems, bad_record(name, reason)]
         writer.counts.skip(name, reason)
     for name in result.empty:
         writer.counts.skip(name, "empty")
@@ -206,7 +204,7 @@ def _add(writer: TokenWriter, task: Task, result: Encoded, rules: Rules) -> list
 
 
 class _Meter:
-    """BlendSchedule counts into speeds, now and then."""
+    """Computes the progress from the counts and reports it, at most once per second."""
 
     def __init__(self, total: int, counts: Counts, progress: Callable[[PreparationProgress], None]) -> None:
         self._total, self._counts, self._progress = max(total, 1), counts, progress
@@ -214,7 +212,7 @@ class _Meter:
         self._documents, self._tokens = counts.documents, counts.tokens
         self._first: int | None = None
 
-    def tell(self, bytes_done: int) -> None:
+    def update(self, bytes_done: int) -> None:
         now = time.monotonic()
         if self._first is None:
             self._first = bytes_done
@@ -257,7 +255,7 @@ def _description(
 
 
 def _finished(prefix: str, identity: str) -> dict[str, Any] | None:
-    """The description, where these very tokens are there already.
+    """The description, if exactly these tokens exist already.
 
     Raises:
         JobError: other files have those names.
@@ -270,24 +268,14 @@ def _finished(prefix: str, identity: str) -> dict[str, Any] | None:
         if description["identity"] == identity and len(taken) == 3:
             return description
     except (OSError, ValueError, KeyError, TypeError):
-        pass  # reported below, as any other file of that name
-    rule = f"{taken[0].name} is there already, made from other inputs or options"
-    raise JobError([Problem("output", prefix, rule, "Remove it, or use another PREFIX")])
+        pass  # reported below, like any other file of that name
+    rule = f"{taken[0].name} exists already, made from other inputs or options"
+    raise job_error("output", prefix, rule, "Remove it, or use another PREFIX")
 
 
-def _bad_text(file: InputFile, reason: str) -> Problem:
-    remedy = "Convert it to UTF-8, or leave it out (--on_bad_record skip)"
-    return Problem("data", file.path, f"is {reason}", remedy)
-
-
-def _bad_record(name: str, reason: str) -> Problem:
+def bad_record(name: str, reason: str) -> Problem:
+    """The problem of a record that stops the preparation."""
     return Problem("data", name, reason, "Correct it, or use --on_bad_record skip, which counts such records")
-
-
-def _no_document(corpus: Corpus, counts: Counts) -> Problem:
-    aside = "; ".join(f"{entry.path}: {entry.reason}" for entry in counts.skipped[:3])
-    rule = "there is no document in it" + (f" ({aside})" if aside else "")
-    return Problem("data", corpus.name, rule, "Give files with UTF-8 text")
 
 
 def cached_tokens(
@@ -337,19 +325,18 @@ def _tokens_of_text(
         return open_token_file(str(finished / _NAME))
     except JobError as error:
         rule = f"the token cache is damaged ({error.problems[0].rule})"
-        remedy = "Delete this folder; it is made again"
-        raise JobError([Problem("data", str(finished), rule, remedy)]) from error
+        raise job_error("data", str(finished), rule, "Delete this folder; it is made again") from error
 
 
 def _make(finished: Path, corpus: Corpus, tokenizer: Tokenizer, rules: Rules) -> None:
-    """Write the token folder and let it appear at once. Called with the lock held."""
+    """Write the token folder, which gets its name when it is complete. Called with the lock held."""
     logger.info(f"tokenizing {len(corpus.files):,} files of {corpus.name}")
     temporary = finished.with_name(f"{finished.name}.partial")
     temporary.mkdir(exist_ok=True)
     try:
         write_tokens(str(temporary / _NAME), corpus, tokenizer, rules, usual_workers(corpus))
     except JobError:
-        # Nothing to continue; but a full disk or a dead worker leaves what is written to be continued.
+        # Nothing to continue, unless a full disk or a killed worker left a progress file.
         if not (temporary / f"{_NAME}.progress.json").exists():
             shutil.rmtree(temporary)
         raise

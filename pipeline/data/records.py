@@ -1,8 +1,8 @@
 """Reading inputs as a stream of records, in pieces that fit in memory.
 
-A record is a document's text, or a line of JSON that holds one; the JSON is parsed by whoever encodes it,
-because parsing costs as much as reading. Records come in `Task`s of about a megabyte. After each task, its
-`ReadPosition` says where to read on, so that a killed preparation continues instead of starting again.
+A record is a document's text, or a line of JSON that holds one; the JSON is parsed by the process that
+encodes it, because parsing costs as much as reading. Records come in `Task`s of about a megabyte. After each
+task, its `ReadPosition` says where to read on, so that a killed preparation can be continued.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from pipeline.base.problems import JobError, Problem
+from pipeline.base.problems import JobError, job_error
 from pipeline.data.corpus import InputFile, unreadable
 
 TASK_BYTES = 1 << 20
@@ -44,8 +44,8 @@ class Task:
         records: The texts or lines. None is a row without text.
         names: Of each record, for messages; for JSON and rows, ``FILE:NUMBER`` counted from 1.
         closed: The last record is the end of its document; false for a part of a long text.
-        broken: Why the long text that was begun is none after all; what came of it is taken back.
-        skipped: Texts that are none, with the reason. Named ones must stop the preparation.
+        broken: The long text that was begun is not UTF-8 after all; what was written of it is removed.
+        skipped: Files that are no text, with the reason. Files that the user named must stop the preparation.
         after: Where to read on; None inside a long text.
         bytes_done: Of all files, read so far.
     """
@@ -117,7 +117,7 @@ def _with_problems(file: InputFile, tasks: Iterator[Task]) -> Iterator[Task]:
         if isinstance(error, OSError) and error.errno is not None:
             raise JobError([unreadable(file.path, error)]) from error
         rule = f"is damaged or cut off: {error}"
-        raise JobError([Problem("data", file.path, rule, "Make or fetch the file again")]) from error
+        raise job_error("data", file.path, rule, "Create or download the file again") from error
 
 
 def _add_text(task: Task, file: InputFile) -> int:
@@ -130,15 +130,12 @@ def _add_text(task: Task, file: InputFile) -> int:
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        task.skipped.append((file, f"not UTF-8 at byte {_bad_byte(error, content)}"))
+        position = error.start + len(content) - len(error.object)  # error.object has no byte-order mark
+        task.skipped.append((file, f"not UTF-8 at byte {position}"))
         return 0
     task.records.append(text)
     task.names.append(file.path)
     return len(content)
-
-
-def _bad_byte(error: UnicodeDecodeError, content: bytes) -> int:
-    return error.start + len(content) - len(error.object)  # a byte-order mark is not in error.object
 
 
 def _long_text(file: InputFile) -> Iterator[Task]:
@@ -217,7 +214,7 @@ def _unpacked(raw: IO[bytes], name: str) -> IO[bytes]:
 
 
 def _rows(file: InputFile, text_field: str, skip: int) -> Iterator[tuple[str | None, int]]:
-    """(text, about how many bytes of the file were read with it) of a column."""
+    """(text, about how many bytes of the file were read up to it) of a column."""
     done = 0
     for batch, share in _batches(file, text_field):
         if done + len(batch) > skip:
@@ -246,7 +243,7 @@ def _batches(file: InputFile, text_field: str) -> Iterator[tuple[Any, float]]:
                     yield batch.column(stream.schema.get_field_index(text_field)), raw.tell() / file.size
     except pa.ArrowInvalid as error:
         rule = f"is damaged or no {file.kind} file ({str(error).partition(chr(10))[0]})"
-        raise JobError([Problem("data", file.path, rule, "Make or fetch the file again")]) from error
+        raise job_error("data", file.path, rule, "Create or download the file again") from error
 
 
 def _check_column(file: InputFile, schema: Any, text_field: str) -> None:
@@ -254,11 +251,11 @@ def _check_column(file: InputFile, schema: Any, text_field: str) -> None:
 
     if text_field not in schema.names:
         rule = f"{file.path} has no column of that name; it has {', '.join(schema.names)}"
-        raise JobError([Problem("text_field", text_field, rule, "Name one with --text_field")])
+        raise job_error("text_field", text_field, rule, "Give one of these with --text_field")
     kind = schema.field(text_field).type
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
         rule = f"{file.path} holds values of type {kind} there, not text"
-        raise JobError([Problem("text_field", text_field, rule, "Name a column of text with --text_field")])
+        raise job_error("text_field", text_field, rule, "Give a column of text with --text_field")
 
 
 def _strings(array: Any) -> list[Any]:

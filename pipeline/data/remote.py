@@ -12,16 +12,17 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from pipeline.base.problems import JobError, Problem
+from pipeline.base.problems import JobError, job_error
 from pipeline.data.inputs import file_name, kind_of, remote_problem, shown
 
 logger = logging.getLogger(__name__)
 
-# What stores call the version of an object's content, the most telling first.
+# What stores call the version of an object's content, the most reliable first.
 _VERSIONS = ("ETag", "etag", "generation", "md5Hash", "Last-Modified", "LastModified", "updated", "created")
 # Bytes per request of an object store, and per read of a stream.
 _BLOCK = 8 << 20
@@ -40,7 +41,7 @@ class RemoteObject:
         name: Its path relative to the bundle that it belongs to.
         size: Bytes.
         version: Changes with the content.
-        md5: Of the content, hexadecimal; None where the store does not tell.
+        md5: Of the content, hexadecimal; None where the store does not report it.
         md5_is_sure: False for the ETag of S3, which is the MD5 only without multipart uploads and KMS keys.
     """
 
@@ -59,7 +60,7 @@ class Bundle:
     Attributes:
         url: The address.
         objects: A file, the files of a folder, or the two or three of a token file's PREFIX.
-        name: Path of file or PREFIX below the place that objects are put; empty for a folder.
+        name: Path of file or PREFIX below the folder that objects are put in; empty for a folder.
     """
 
     url: str
@@ -69,7 +70,7 @@ class Bundle:
 
 @dataclass
 class RemoteStore:
-    """Finds and reads objects; tries again what may pass.
+    """Finds and reads objects; retries after errors that may be temporary.
 
     Args:
         pause: Seconds before the second attempt, doubled before each further one.
@@ -105,10 +106,10 @@ class RemoteStore:
         return (now.size, now.version) == (wanted.size, wanted.version)
 
     def blocks(self, wanted: RemoteObject, begin: int) -> Iterator[bytes]:
-        """The object's bytes from `begin` on. What fails is tried again from where it got to.
+        """The object's bytes from `begin` on. After a failure the download continues where it stopped.
 
         Raises:
-            JobError: the object is gone, or attempts in a row failed without a byte.
+            JobError: the object is gone, or several attempts in a row brought no byte.
         """
         at, failures = begin, 0
         while at < wanted.size:
@@ -131,7 +132,7 @@ class RemoteStore:
     def _folder(self, url: str) -> Bundle:
         """The files below `url` that can be read, without hidden ones."""
         if urlsplit(url).scheme.startswith("http"):
-            raise JobError([_missing(url)])
+            raise _missing(url)
         system, scheme = self._system(url), urlsplit(url).scheme
         found = self._retried(url, lambda: system.find(url, detail=True))
         # fsspec lists paths without their scheme.
@@ -143,13 +144,13 @@ class RemoteStore:
             if not any(part.startswith(".") for part in name.split("/"))
         ]
         if not objects:
-            raise JobError([_missing(url)])
+            raise _missing(url)
         return Bundle(url, tuple(objects), "")
 
     def _object(self, url: str, name: str) -> RemoteObject:
         info = self._info(url)
         if info is None:
-            raise JobError([_missing(url)])
+            raise _missing(url)
         return _described(url, name, info)
 
     def _info(self, url: str) -> dict[str, Any] | None:
@@ -158,11 +159,11 @@ class RemoteStore:
 
         def ask() -> dict[str, Any] | None:
             try:
-                # Without this, what was once listed would be believed for ever.
+                # Otherwise fsspec would answer from its cache of an earlier listing.
                 system.invalidate_cache()
                 info = system.info(url)
             except FileNotFoundError as error:
-                if _may_pass(error):
+                if _is_temporary(error):
                     raise
                 return None
             return info if info.get("type") == "file" else None
@@ -182,8 +183,7 @@ class RemoteStore:
             yield block
 
     def _stream(self, wanted: RemoteObject, begin: int) -> Iterator[bytes]:
-        """One GET for the rest of the file. Of a server that knows no ranges all comes, and the start is
-        dropped."""
+        """One GET for the rest of the file. A server without ranges sends all of it; the start is dropped."""
         headers = {"Accept-Encoding": "identity"}
         if begin:
             headers["Range"] = f"bytes={begin}-"
@@ -206,7 +206,7 @@ class RemoteStore:
                 # The default ends every download after five minutes. trust_env: proxies and ~/.netrc.
                 timeout = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=60)
                 options = {"client_kwargs": {"timeout": timeout, "trust_env": True}}
-            # skip_instance_cache: another object in this process may have other credentials.
+            # skip_instance_cache: another object in this process may use other credentials.
             self._systems[scheme] = fsspec.filesystem(scheme, skip_instance_cache=True, **options)
         return self._systems[scheme]
 
@@ -220,10 +220,10 @@ class RemoteStore:
                 self._wait_or_raise(url, error, failures)
 
     def _wait_or_raise(self, url: str, error: Exception, failures: int) -> None:
-        if not _may_pass(error) or failures >= _ATTEMPTS:
+        if not _is_temporary(error) or failures >= _ATTEMPTS:
             again = f" {failures} times" if failures > 1 else ""
             rule = f"cannot be read: failed{again} ({_reason(error)})"
-            raise JobError([Problem("data", shown(url), rule, _remedy(error))]) from None
+            raise job_error("data", shown(url), rule, _remedy(error)) from None
         pause = self.pause * 2 ** (failures - 1)
         logger.info(f"{shown(url)}: {_reason(error)}; trying again in {pause:.0f} s")
         time.sleep(pause)
@@ -237,27 +237,24 @@ def _described(url: str, name: str, info: dict[str, Any]) -> RemoteObject:
     """
     version = next((f"{key}={info[key]}" for key in _VERSIONS if info.get(key)), None)
     if info.get("size") is None or version is None:
-        rule = "the server tells neither a version (ETag, Last-Modified) nor a size that is sure"
-        raise JobError([Problem("data", shown(url), rule, "Download it, and name the local file")])
-    encoded = info.get("md5Hash") or info.get("Content-MD5")
+        rule = "the server reports no version (ETag, Last-Modified) or no size"
+        raise job_error("data", shown(url), rule, "Download it, and give the local file")
     etag = str(info.get("ETag", "")).strip('"')
-    if encoded:
-        try:
+    if encoded := info.get("md5Hash") or info.get("Content-MD5"):
+        with suppress(binascii.Error):  # not in the form of RFC 1864: no checksum
             return RemoteObject(url, name, info["size"], version, base64.b64decode(encoded).hex())
-        except binascii.Error:
-            pass  # not in the form of RFC 1864: no checksum
     if url.startswith("s3://") and re.fullmatch(r"[0-9a-f]{32}", etag):
         return RemoteObject(url, name, info["size"], version, etag, md5_is_sure=False)
     return RemoteObject(url, name, info["size"], version)
 
 
-def _missing(url: str) -> Problem:
+def _missing(url: str) -> JobError:
     rule = "does not exist, or holds no file of a kind that is read"
     remedy = "Correct the address: a file, a folder of an object store, or the PREFIX of token files"
-    return Problem("data", shown(url), rule, remedy)
+    return job_error("data", shown(url), rule, remedy)
 
 
-def _may_pass(error: Exception) -> bool:
+def _is_temporary(error: Exception) -> bool:
     """Whether another attempt makes sense."""
     for each in (error, error.__cause__):
         status = getattr(each, "status", None)
@@ -266,16 +263,16 @@ def _may_pass(error: Exception) -> bool:
     if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError", "InvalidURL"):
         return False
     if isinstance(error, FileNotFoundError):
-        # For http, fsspec calls every failure this; the cause is the true one.
+        # For http, fsspec raises this for every failure; the cause is the real one.
         return error.__cause__ is not None and type(error.__cause__).__module__.startswith("aiohttp")
     return not isinstance(error, (PermissionError, IsADirectoryError, ImportError, TypeError, ValueError))
 
 
 def _reason(error: Exception) -> str:
-    """An error in one line, without the queries of addresses, in which signatures travel."""
-    true = error.__cause__ if isinstance(error, FileNotFoundError) and error.__cause__ else error
-    text = re.sub(r"\?[^\s'\"]+", "?...", str(true).partition("\n")[0])
-    return f"{type(true).__name__}: {text[:200]}"
+    """An error in one line, without the queries of addresses, which may hold signatures."""
+    real = error.__cause__ if isinstance(error, FileNotFoundError) and error.__cause__ else error
+    text = re.sub(r"\?[^\s'\"]+", "?...", str(real).partition("\n")[0])
+    return f"{type(real).__name__}: {text[:200]}"
 
 
 def _remedy(error: Exception) -> str:

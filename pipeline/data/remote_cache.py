@@ -1,12 +1,12 @@
 """A bounded copy of remote objects on this host, shared by its processes and runs.
 
     FOLDER/s3/BUCKET/DIR/VERSION/NAME     a complete object; VERSION is a hash of address, sizes and versions
-    FOLDER/s3/BUCKET/DIR/VERSION/NAME.part and .part.json    one under way, and how far it can be trusted
-    FOLDER/entries/VERSION.json           what is there, and the checksums
-    FOLDER/locks/                         who loads and who uses what
+    FOLDER/s3/BUCKET/DIR/VERSION/NAME.part and .part.json    an unfinished one, and how far it is on the disk
+    FOLDER/entries/VERSION.json           size, place and checksums of a copy
+    FOLDER/locks/                         held by processes that download or use a copy
 
-A changed object has another VERSION, and so never meets its old copy. What no process uses is removed, least
-recently used first, when room is needed.
+A changed object has another VERSION, so that its old copy is never taken for it. When room is needed, copies
+that no process uses are removed, the least recently used first.
 """
 
 from __future__ import annotations
@@ -20,39 +20,28 @@ import shutil
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 from urllib.parse import quote, urlsplit
 
 from pipeline.base.files import file_lock, replaced_atomically
-from pipeline.base.problems import JobError, Problem
+from pipeline.base.problems import JobError, job_error
 from pipeline.data.inputs import is_remote, shown
 from pipeline.data.remote import Bundle, RemoteObject, RemoteStore
 
 logger = logging.getLogger(__name__)
 
-# Bytes after which what has arrived is forced to the disk and can be continued from.
+# Bytes after which a download is flushed to the disk, so that it can be continued from there.
 _CHECKPOINT = 64 << 20
 # Seconds to wait for another process that downloads the same.
 _WAIT = 24 * 3600.0
-# The time of all files in the cache. Their version is in their path; times of their own would differ between
-# hosts, and any other time shows that someone wrote to a file.
+# The modification time of all files in the cache: equal on all hosts (the version is in the path), and any
+# other time shows that a file was written to.
 _TIME_NS = 10**18
 
 
-@dataclass(frozen=True)
-class _Checked:
-    """A checksum of a file's first `size` bytes: ours, and the one that some stores tell."""
-
-    size: int
-    blake2b: str
-    md5: str
-
-
 class RemoteCache:
-    """Local copies. A copy is safe from removal while the cache that handed it out is open.
+    """Local copies. A copy is not removed while the cache that returned it is open.
 
     Args:
         folder: Where they are, on a disk of this host.
@@ -68,20 +57,18 @@ class RemoteCache:
     def __enter__(self) -> RemoteCache:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Let others remove the copies."""
+        """Allow the copies to be removed."""
         self._in_use.close()
 
     def localize(self, paths: Sequence[str]) -> tuple[str, ...]:
         """`paths` with each address replaced by the path of its local copy, which is made if need be.
 
         Raises:
-            JobError: an object that cannot be had (it is named), or more than the cache or the disk holds.
+            JobError: an object that cannot be read, or more than the cache or the disk holds.
             TimeoutError: another process did not finish the same download in a day.
         """
         return tuple(self._local(path) if is_remote(path) else path for path in paths)
@@ -109,28 +96,28 @@ class RemoteCache:
                 raise
             rule = f"the disk of the cache {self.folder} is full; what has arrived is kept"
             remedy = "Free some space and start again, which continues; or choose another --cache_dir"
-            raise JobError([Problem("cache_dir", str(self.folder), rule, remedy)]) from error
+            raise job_error("cache_dir", str(self.folder), rule, remedy) from error
 
     def _load(self, entry: _Entry) -> None:
         objects = entry.bundle.objects
         size = sum(each.size for each in objects)
-        logger.info(f"loading {len(objects):,} objects, {size / 1e6:,.1f} MB, of {shown(entry.bundle.url)}")
-        checked = {each.name: self._load_object(each, entry.path_of(each)) for each in objects}
-        entry.complete(checked)
+        logger.info(
+            f"downloading {len(objects):,} objects, {size / 1e6:,.1f} MB, of {shown(entry.bundle.url)}"
+        )
+        entry.record({each.name: self._load_object(each, entry.path_of(each)) for each in objects})
 
     def _load_object(self, wanted: RemoteObject, target: Path) -> str:
         """Download into `target`, which appears when it is complete; its checksum.
 
-        An MD5 that is only likely the content's is overruled by a second download with the same bytes.
+        An MD5 that is not sure to be the content's is ignored if a second download has the same bytes.
         """
         if target.exists():
-            found = _check(target, target.stat().st_size)
+            found = _Checksum.of(target, target.stat().st_size)
             if found.size == wanted.size and wanted.md5 in (None, found.md5):
                 return found.blake2b
         target.parent.mkdir(parents=True, exist_ok=True)
-        first = None
+        part, name, first = target.with_name(f"{target.name}.part"), shown(wanted.url), None
         while True:
-            part = target.with_name(f"{target.name}.part")
             checked = self._fill(part, wanted)
             sure = wanted.md5 in (None, checked.md5)
             if sure or (not wanted.md5_is_sure and first == checked.blake2b):
@@ -138,55 +125,48 @@ class RemoteCache:
             part.unlink()
             if first is not None:
                 rule = f"arrived damaged twice: its MD5 is not the store's {wanted.md5}"
-                raise JobError(
-                    [Problem("data", shown(wanted.url), rule, "Look at the store, and the network")]
-                )
-            logger.info(f"{shown(wanted.url)}: its checksum is not the store's; loading it again")
+                raise job_error("data", name, rule, "Check the store and the network")
+            logger.info(f"{name}: its checksum is not the store's; downloading it again")
             first = checked.blake2b
         if not self.store.is_current(wanted):
             part.unlink()
-            rule = "changed while it was downloaded"
-            raise JobError(
-                [Problem("data", shown(wanted.url), rule, "Start again when nothing writes to it")]
-            )
+            rule, remedy = "changed while it was downloaded", "Start again when nothing writes to it"
+            raise job_error("data", name, rule, remedy)
         os.utime(part, ns=(_TIME_NS, _TIME_NS))
         part.rename(target)
         return checked.blake2b
 
-    def _fill(self, part: Path, wanted: RemoteObject) -> _Checked:
-        """Complete `part`, from as far as its contents can be trusted; the checksum of all of it."""
-        begin, hashes = _trusted(part)
-        if begin:
-            logger.info(
-                f"{shown(wanted.url)}: continuing at {begin / 1e6:,.1f} of {wanted.size / 1e6:,.1f} MB"
-            )
+    def _fill(self, part: Path, wanted: RemoteObject) -> _Checksum:
+        """Complete `part`, from as far as its content can be trusted; the checksum of all of it."""
+        found, name = _trusted(part), shown(wanted.url)
+        if found.size:
+            logger.info(f"{name}: continuing at {found.size / 1e6:,.1f} of {wanted.size / 1e6:,.1f} MB")
         note = part.with_name(f"{part.name}.json")
         with part.open("r+b" if part.exists() else "w+b") as file:
-            file.truncate(begin)
-            file.seek(begin)
-            at = saved = begin
 
             def save() -> None:
                 _sync(file)
-                _write_json(note, {"size": at, "blake2b": hashes.blake2b.hexdigest()})
+                _write_json(note, {"size": found.size, "blake2b": found.blake2b})
 
+            saved = found.size
+            file.truncate(saved)
+            file.seek(saved)
             try:
-                for block in self.store.blocks(wanted, begin):
+                for block in self.store.blocks(wanted, saved):
                     file.write(block)
-                    hashes.update(block)
-                    at += len(block)
-                    if at - saved >= _CHECKPOINT or at == wanted.size:
+                    found.update(block)
+                    if found.size - saved >= _CHECKPOINT or found.size == wanted.size:
                         save()
-                        saved = at
+                        saved = found.size
             except JobError:
                 save()
                 raise
-            if at != wanted.size:
-                rule = f"sent {at:,} bytes, and not {wanted.size:,}"
-                raise JobError([Problem("data", shown(wanted.url), rule, "Look at the store")])
+            if found.size != wanted.size:
+                rule = f"the store sent {found.size:,} bytes instead of {wanted.size:,}"
+                raise job_error("data", name, rule, "Check the store")
             _sync(file)
         note.unlink(missing_ok=True)
-        return hashes.checked(at)
+        return found
 
     def _make_room(self, entry: _Entry) -> None:
         """Reserve the entry's bytes, and remove others until all reservations fit."""
@@ -205,10 +185,9 @@ class RemoteCache:
                     f"{shown(entry.bundle.url)} needs {entry.size / 1e9:.3f} GB, and {used / 1e9:.3f} GB of "
                     f"{self.limit / 1e9:.3f} are in use"
                 )
-                raise JobError(
-                    [Problem("cache_size", self.limit / 1e9, rule, "Raise it, or prepare the data elsewhere")]
-                )
-            entry.reserve()
+                remedy = "Raise it, or prepare the data on another host"
+                raise job_error("cache_size", self.limit / 1e9, rule, remedy)
+            entry.record()
 
 
 class _Entry:
@@ -227,7 +206,7 @@ class _Entry:
         return self.place.joinpath(*_parts(wanted.name))
 
     def is_complete(self) -> bool:
-        """Whether all objects are there as they were written; one that was touched must have its checksum."""
+        """Whether all objects are there as written; if a file's time differs, its checksum decides."""
         known = _read_json(self.note) if self.note.exists() else {}
         if not known.get("complete"):
             return False
@@ -238,39 +217,53 @@ class _Entry:
         if not path.is_file() or path.stat().st_size != wanted.size:
             return False
         if path.stat().st_mtime_ns != _TIME_NS:
-            if _check(path, wanted.size).blake2b != blake2b:
+            if _Checksum.of(path, wanted.size).blake2b != blake2b:
                 path.unlink()
                 return False
             os.utime(path, ns=(_TIME_NS, _TIME_NS))
         return True
 
-    def reserve(self) -> None:
-        self._write({"complete": False})
-
-    def complete(self, checksums: dict[str, str]) -> None:
-        self._write({"complete": True, "blake2b": checksums})
-
     def touch(self) -> None:
-        """It is the most recently used one now."""
-        now = time.time_ns()  # finer than the time that the system itself would take
+        """Mark it as the most recently used one."""
+        now = time.time_ns()  # finer than the time that the system itself would set
         os.utime(self.note, ns=(now, now))
 
-    def _write(self, more: dict[str, Any]) -> None:
+    def record(self, checksums: dict[str, str] | None = None) -> None:
+        """Reserve its bytes; with the checksums of all objects it is complete."""
         place = str(self.place.relative_to(self.folder))
-        _write_json(self.note, {"url": shown(self.bundle.url), "bytes": self.size, "place": place, **more})
+        content = {"url": shown(self.bundle.url), "bytes": self.size, "place": place}
+        state = {"complete": False} if checksums is None else {"complete": True, "blake2b": checksums}
+        _write_json(self.note, content | state)
 
 
-class _Hashes:
+class _Checksum:
+    """Of the bytes so far: our checksum, and the one that some stores publish."""
+
     def __init__(self) -> None:
-        self.blake2b = hashlib.blake2b(digest_size=16)
-        self.md5 = hashlib.md5(usedforsecurity=False)
+        self.size = 0
+        self._blake2b, self._md5 = hashlib.blake2b(digest_size=16), hashlib.md5(usedforsecurity=False)
+
+    @classmethod
+    def of(cls, path: Path, size: int) -> _Checksum:
+        """Of a file's first `size` bytes, or of as many as there are."""
+        found = cls()
+        with path.open("rb") as file:
+            while block := file.read(min(size - found.size, 1 << 20)):
+                found.update(block)
+        return found
 
     def update(self, block: bytes) -> None:
-        self.blake2b.update(block)
-        self.md5.update(block)
+        self.size += len(block)
+        self._blake2b.update(block)
+        self._md5.update(block)
 
-    def checked(self, size: int) -> _Checked:
-        return _Checked(size, self.blake2b.hexdigest(), self.md5.hexdigest())
+    @property
+    def blake2b(self) -> str:
+        return self._blake2b.hexdigest()
+
+    @property
+    def md5(self) -> str:
+        return self._md5.hexdigest()
 
 
 def _version(bundle: Bundle) -> str:
@@ -279,36 +272,21 @@ def _version(bundle: Bundle) -> str:
 
 
 def _parts(path: str) -> list[str]:
-    """Names of folders and file that are safe on a disk: no .., nothing longer than a name may be."""
+    """Names of folders and file that are safe on a disk: no .., none too long."""
     names = [quote(part, safe=" ()+,=@~")[-120:] for part in path.split("/") if part]
     return [name if name.strip(".") else "_" + name for name in names]
 
 
-def _trusted(part: Path) -> tuple[int, _Hashes]:
-    """How many bytes at the beginning of an unfinished download are what was noted, and their checksum."""
+def _trusted(part: Path) -> _Checksum:
+    """Of the beginning of an unfinished download, as far as it is what was noted about it."""
     note = part.with_name(f"{part.name}.json")
     if part.exists() and note.exists():
-        with suppress(OSError, ValueError, KeyError, TypeError):  # a damaged note vouches for nothing
-            known = json.loads(note.read_text(encoding="utf-8"))
-            hashes, size = _hash(part, known["size"])
-            if size == known["size"] and hashes.blake2b.hexdigest() == known["blake2b"]:
-                return size, hashes
-    return 0, _Hashes()
-
-
-def _check(path: Path, size: int) -> _Checked:
-    hashes, found = _hash(path, size)
-    return hashes.checked(found)
-
-
-def _hash(path: Path, size: int) -> tuple[_Hashes, int]:
-    """Of the first `size` bytes, and how many there were."""
-    hashes, left = _Hashes(), size
-    with path.open("rb") as file:
-        while left and (block := file.read(min(left, 1 << 20))):
-            hashes.update(block)
-            left -= len(block)
-    return hashes, size - left
+        with suppress(OSError, ValueError, KeyError, TypeError):  # a damaged note: nothing is trusted
+            known = _read_json(note)
+            found = _Checksum.of(part, known["size"])
+            if (found.size, found.blake2b) == (known["size"], known["blake2b"]):
+                return found
+    return _Checksum()
 
 
 def _remove(folder: Path, note: Path, known: dict[str, Any]) -> bool:

@@ -1,8 +1,8 @@
 """Text to token ids and back, and tokenizer folders as files. `tokenizers` is imported only to encode.
 
 Every tokenizer offers the same few members (`Tokenizer`); the byte tokenizer is the default, because
-it needs no file, no training and no download, and knows every text. What a folder says (vocabulary size,
-identity) is read in milliseconds, without the library. A folder has
+it needs no file, no training and no download, and encodes every text. Vocabulary size and identity are read
+from a folder in milliseconds, without the library. A folder has
 
     tokenizer.json         the tokenizer itself, as the `tokenizers` library writes it
     tokenizer_config.json  among others eos_token, which ends a document
@@ -21,27 +21,30 @@ from typing import Any, Protocol
 import numpy as np
 
 from pipeline.base.files import replaced_atomically
-from pipeline.base.problems import JobError, Problem
+from pipeline.base.problems import JobError, Problem, job_error
 from pipeline.base.user_input import is_folder
 from pipeline.data.inputs import token_prefix
 
 BYTES = "bytes"
+# The token that ends a document, of the byte tokenizer and of tokenizers trained here.
+END = "<|endoftext|>"
 # Behind the PREFIX of token files: the folder with their tokenizer.
 BESIDE_TOKENS = ".tokenizer"
 TOKENIZER, CONFIG = "tokenizer.json", "tokenizer_config.json"
 _SPECIAL_TOKENS = "special_tokens_map.json"
 _MODEL_CONFIG = "config.json"
-# What the library may add at encoding time, and is turned off here: it does not make another tokenizer.
+# What the library adds when it encodes, which is turned off here: it is no part of a tokenizer's identity.
 _NOT_IDENTITY = ("truncation", "padding", "post_processor")
+_SAVE_AGAIN = "Save the tokenizer again with a current transformers or tokenizers"
 
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """What a folder says.
+    """What the files of a tokenizer say.
 
     Attributes:
         name: The folder, for messages.
-        identity: ``bytes``, or a hash of all that decides the ids of a text and of its end.
+        identity: ``bytes``, or a hash of everything that decides the ids of a text and of its end.
         vocab_size: Highest id + 1, added tokens included.
         end_of_document: Id of eos_token.
         eos_token: Its text.
@@ -57,32 +60,13 @@ class TokenizerFacts:
 
 
 def tokenizer_facts(name: str | None) -> TokenizerFacts:
-    """What is known of the tokenizer `name`: ``bytes`` (also for None) or a folder.
-
-    Raises:
-        JobError: there is no such folder, or it lacks what is needed.
-    """
-    if name is None or name == BYTES:
-        return _facts(BYTES, byte_tokenizer_json(), "<|endoftext|>")
-    return read_tokenizer_folder(name)
-
-
-def chosen_tokenizer(name: str | None, paths: Sequence[str], default: str | None = None) -> str | None:
-    """The tokenizer for data: the one that is named, else the one saved beside the token files among `paths`,
-    else `default`. None is the byte tokenizer."""
-    if name is not None:
-        return name
-    prefixes = (token_prefix(path) for path in paths)
-    folders = (f"{prefix}{BESIDE_TOKENS}" for prefix in prefixes if prefix is not None)
-    return next((folder for folder in folders if is_folder(folder)), default)
-
-
-def read_tokenizer_folder(name: str) -> TokenizerFacts:
-    """Read a Hugging Face tokenizer folder.
+    """What is known of the tokenizer `name`: ``bytes`` (also for None) or a Hugging Face folder.
 
     Raises:
         JobError: no folder, no tokenizer.json in it, no eos_token named, or one that has no id.
     """
+    if name is None or name == BYTES:
+        return _facts(BYTES, byte_tokenizer_json(), END)
     folder = Path(name)
     try:
         text = (folder / TOKENIZER).read_text(encoding="utf-8")
@@ -90,25 +74,28 @@ def read_tokenizer_folder(name: str) -> TokenizerFacts:
         raise JobError([_no_folder(folder, error)]) from error
     try:
         return _facts(name, text, _eos_token(folder))
-    except _Lacking as lacking:
-        raise JobError([Problem("tokenizer", name, str(lacking), lacking.remedy)]) from lacking
+    except JobError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        rule = f"{TOKENIZER} cannot be understood ({type(error).__name__}: {error})"
-        remedy = "Save the tokenizer again with a current transformers or tokenizers"
-        raise JobError([Problem("tokenizer", name, rule, remedy)]) from error
+        rule = f"{TOKENIZER} cannot be read ({type(error).__name__}: {error})"
+        raise job_error("tokenizer", name, rule, _SAVE_AGAIN) from error
 
 
-class _Lacking(Exception):
-    def __init__(self, rule: str, remedy: str) -> None:
-        super().__init__(rule)
-        self.remedy = remedy
+def chosen_tokenizer(name: str | None, paths: Sequence[str], default: str | None = None) -> str | None:
+    """The tokenizer for data: `name` if given, else the one saved beside the token files among `paths`, else
+    `default`. None is the byte tokenizer."""
+    if name is not None:
+        return name
+    prefixes = (token_prefix(path) for path in paths)
+    folders = (f"{prefix}{BESIDE_TOKENS}" for prefix in prefixes if prefix is not None)
+    return next((folder for folder in folders if is_folder(folder)), default)
 
 
 def _facts(name: str, text: str, eos_token: str) -> TokenizerFacts:
     ids, eos, digest = _parsed(text, eos_token)
     if eos is None:
         rule = f"its eos_token {eos_token!r}, which ends a document, has no id"
-        raise _Lacking(rule, f"Name a token of the vocabulary in {CONFIG}")
+        raise job_error("tokenizer", name, rule, f"Give a token of the vocabulary in {CONFIG}")
     identity = BYTES if digest == _byte_digest() else f"sha256:{digest}"
     return TokenizerFacts(name, identity, ids, eos, eos_token, text)
 
@@ -133,7 +120,7 @@ def _parsed(text: str, eos_token: str) -> tuple[int, int | None, str]:
 
 @lru_cache(maxsize=1)
 def _byte_digest() -> str:
-    return _parsed(byte_tokenizer_json(), "<|endoftext|>")[2]
+    return _parsed(byte_tokenizer_json(), END)[2]
 
 
 def _eos_token(folder: Path) -> str:
@@ -145,7 +132,7 @@ def _eos_token(folder: Path) -> str:
     if (folder / _MODEL_CONFIG).is_file() and (token := _token_of_model(folder)) is not None:
         return token
     rule = f"names no eos_token in {CONFIG}, and a token must end each document"
-    raise _Lacking(rule, f'Add "eos_token": "<the token>" to {folder / CONFIG}')
+    raise job_error("tokenizer", str(folder), rule, f'Add "eos_token": "<the token>" to {folder / CONFIG}')
 
 
 def _token_of_model(folder: Path) -> str | None:
@@ -180,9 +167,9 @@ def write_tokenizer_folder(folder: Path, text: str, eos_token: str) -> None:
         file.write(text.encode())
 
 
-def bytes_as_characters() -> list[str]:
-    """The printable character that stands for each byte in byte-level vocabularies (Radford et al.,
-    GPT-2, 2019): itself where it is printable and no space, else the next free one from U+0100 on."""
+def _bytes_as_characters() -> list[str]:
+    """The printable character for each byte in byte-level vocabularies (Radford et al., GPT-2, 2019): itself
+    if it is printable and no space, else the next free one from U+0100 on."""
     kept = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     free = iter(range(0x100, 0x200))
     return [chr(byte if byte in kept else next(free)) for byte in range(256)]
@@ -192,7 +179,7 @@ def bytes_as_characters() -> list[str]:
 def byte_tokenizer_json() -> str:
     """The byte tokenizer in the `tokenizers` library's form: byte-level BPE without a single merge."""
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    end = {"id": 256, "content": "<|endoftext|>", "single_word": False, "lstrip": False, "rstrip": False}
+    end = {"id": 256, "content": END, "single_word": False, "lstrip": False, "rstrip": False}
     model = {
         "type": "BPE",
         "dropout": None,
@@ -202,7 +189,7 @@ def byte_tokenizer_json() -> str:
         "fuse_unk": False,
         "byte_fallback": False,
         "ignore_merges": False,
-        "vocab": {character: byte for byte, character in enumerate(bytes_as_characters())},
+        "vocab": {character: byte for byte, character in enumerate(_bytes_as_characters())},
         "merges": [],
     }
     content = {
@@ -286,7 +273,7 @@ class ByteTokenizer:
 
     def save(self, folder: Path) -> None:
         """Write the same tokenizer in the form of the `tokenizers` library."""
-        write_tokenizer_folder(folder, byte_tokenizer_json(), "<|endoftext|>")
+        write_tokenizer_folder(folder, byte_tokenizer_json(), END)
 
 
 def load_tokenizer(name: str | None) -> Tokenizer:
@@ -295,9 +282,7 @@ def load_tokenizer(name: str | None) -> Tokenizer:
     Raises:
         JobError: there is no such folder, or it lacks what is needed.
     """
-    if name is None or name == BYTES:
-        return ByteTokenizer()
-    return from_facts(read_tokenizer_folder(name))
+    return from_facts(tokenizer_facts(name))
 
 
 def from_facts(facts: TokenizerFacts) -> Tokenizer:
@@ -339,8 +324,7 @@ class HuggingFaceTokenizer:
             if not isinstance(error, ValueError) and type(error) is not Exception:
                 raise
             rule = f"{TOKENIZER} cannot be read: {error}"
-            remedy = "Save the tokenizer again with a current transformers or tokenizers"
-            raise JobError([Problem("tokenizer", facts.name, rule, remedy)]) from error
+            raise job_error("tokenizer", facts.name, rule, _SAVE_AGAIN) from error
         self.backend.no_truncation()
         self.backend.no_padding()
         self.backend.encode_special_tokens = True

@@ -9,30 +9,29 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.files import replaced_atomically
-from pipeline.base.problems import JobError, Problem
+from pipeline.base.problems import JobError, job_error
 from pipeline.data.corpus import Corpus
 from pipeline.data.encoding import BadRecord, text_of
-from pipeline.data.preparation import Rules, cache_identity
+from pipeline.data.preparation import Rules, bad_record, cache_identity
 from pipeline.data.records import read_texts
-from pipeline.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, write_tokenizer_folder
+from pipeline.data.tokenizer import END, ByteTokenizer, Tokenizer, load_tokenizer, write_tokenizer_folder
 
 logger = logging.getLogger(__name__)
 
-END = "<|endoftext|>"
-# The 256 bytes and the end of a document: the smallest vocabulary that knows every text.
+# The 256 bytes and the end of a document: the smallest vocabulary that encodes every text.
 SMALLEST = 257
 _NOTE = "trained_on.json"
 _BATCH = 1000
 
 
 def train_tokenizer(corpus: Corpus, rules: Rules, vocab_size: int, folder: Path) -> Tokenizer:
-    """A byte-level BPE with GPT-2's way to split words, saved as a Hugging Face folder.
+    """A byte-level BPE that splits words as GPT-2 does, saved as a Hugging Face folder.
 
-    What an earlier call trained on the same inputs is taken as it is.
+    The result of an earlier call with the same inputs is used as it is.
 
     Args:
         corpus: Its files are read from beginning to end.
-        rules: Where the text is; a bad record is left out where it is to be skipped.
+        rules: Where the text is, and whether a bad record is skipped.
         vocab_size: Ids to reach, end of document included; fewer where the text has no more pairs.
         folder: Where it is saved.
 
@@ -59,38 +58,33 @@ def _check(corpus: Corpus, vocab_size: int) -> None:
     if vocab_size < SMALLEST:
         rule = f"the 256 bytes and the end of a document are {SMALLEST} ids already"
         remedy = f"Train at least {SMALLEST + 1}, or use --tokenizer bytes"
-        raise JobError([Problem("train_tokenizer", vocab_size, rule, remedy)])
+        raise job_error("train_tokenizer", vocab_size, rule, remedy)
     if not corpus.files:
         rule = "there is no text to train on, only token files"
-        raise JobError([Problem("train_tokenizer", vocab_size, rule, "Give the text they were made from")])
+        raise job_error("train_tokenizer", vocab_size, rule, "Give the text they were made from")
 
 
 def _is_trained(folder: Path, note: dict[str, Any]) -> bool:
-    """Whether the tokenizer of that note is there; False where it was begun at most.
+    """Whether `folder` holds the finished tokenizer of this note.
 
     Raises:
-        JobError: another one is.
+        JobError: it holds another one.
     """
     if not folder.exists() or not any(folder.iterdir()):
         return False
-    state = _noted(folder)
+    try:
+        state = json.loads((folder / _NOTE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        state = None
     if state not in ({**note, "finished": True}, {**note, "finished": False}):
         rule = "holds a tokenizer that was made from other inputs or options"
-        raise JobError([Problem("output", str(folder), rule, "Remove it, or use another PREFIX")])
-    return state == {**note, "finished": True}
+        raise job_error("output", str(folder), rule, "Remove it, or use another PREFIX")
+    return state["finished"]
 
 
 def _write_note(folder: Path, note: dict[str, Any]) -> None:
     with replaced_atomically(folder / _NOTE) as file:
         file.write(json.dumps(note).encode())
-
-
-def _noted(folder: Path) -> object:
-    """What is written in the folder about its tokenizer; None where nothing can be read."""
-    try:
-        return json.loads((folder / _NOTE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
 
 
 def _train(batches: Iterator[list[str]], vocab_size: int) -> str:
@@ -117,8 +111,7 @@ def _batches(corpus: Corpus, rules: Rules) -> Iterator[list[str]]:
             batch.append(text_of(record, rules.text_field))
         except BadRecord as error:
             if rules.on_bad_record == "stop":
-                remedy = "Correct it, or use --on_bad_record skip, which counts such records"
-                raise JobError([Problem("data", name, str(error), remedy)]) from error
+                raise JobError([bad_record(name, str(error))]) from error
         if len(batch) == _BATCH:
             yield batch
             batch = []

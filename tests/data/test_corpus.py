@@ -90,7 +90,7 @@ def test_every_wrong_path_is_reported_at_once(tmp_path: Path) -> None:
 
 def test_only_empty_files_are_no_corpus(tmp_path: Path) -> None:
     write(tmp_path, a_txt="")
-    with pytest.raises(JobError, match=r"there is no text in it .*a\.txt is empty"):
+    with pytest.raises(JobError, match=r"there is no text in it .*a\.txt: empty"):
         find_corpus([str(tmp_path)])
     (problem,) = data_problems([str(tmp_path / "a.txt")])
     assert "there is no text in it" in problem.rule

@@ -135,7 +135,7 @@ def test_the_identity_is_that_of_the_ids_not_of_the_folder(bpe: Path, tmp_path: 
         ({}, "has no tokenizer.json that can be read"),
         (
             {"tokenizer.json": "{", "tokenizer_config.json": '{"eos_token": "a"}'},
-            "tokenizer.json cannot be understood",
+            "tokenizer.json cannot be read",
         ),
         ({"tokenizer.json": byte_tokenizer_json()}, "names no eos_token"),
         (

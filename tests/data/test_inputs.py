@@ -171,7 +171,7 @@ def test_empty_documents_are_counted_and_left_out(tmp_path: Path) -> None:
         ("3", "empty"),
     ]
     (tmp_path / "b.jsonl").write_bytes(json_lines([""]))
-    with pytest.raises(JobError, match=r"there is no document in it .*b\.jsonl:1: empty"):
+    with pytest.raises(JobError, match=r"there is no text in it .*b\.jsonl:1: empty"):
         prepared(tmp_path / "cache", str(tmp_path / "b.jsonl"))
 
 

@@ -173,10 +173,10 @@ def test_the_same_command_again_does_nothing_and_another_one_is_refused(inputs: 
     before = (tmp_path / "tokens.bin").stat().st_mtime_ns
     prepare(tmp_path / "tokens", inputs)
     assert (tmp_path / "tokens.bin").stat().st_mtime_ns == before
-    with pytest.raises(JobError, match=r"tokens\.idx is there already, made from other inputs"):
+    with pytest.raises(JobError, match=r"tokens\.idx exists already, made from other inputs"):
         prepare(tmp_path / "tokens", inputs, rules=Rules("title"))
     (tmp_path / "taken.bin").write_bytes(b"somebody's")
-    with pytest.raises(JobError, match=r"taken\.bin is there already"):
+    with pytest.raises(JobError, match=r"taken\.bin exists already"):
         prepare(tmp_path / "taken", inputs)
 
 
@@ -230,7 +230,7 @@ def test_the_first_bad_record_in_the_order_of_the_inputs_is_named(inputs: Path, 
 def test_a_killed_worker_is_an_error_not_a_hang(
     inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(JobError, match="a worker process was ended from outside"):
+    with pytest.raises(JobError, match="a worker process was killed"):
         write_tokens(str(tmp_path / "tokens"), find_corpus([str(inputs)]), Deadly(), Rules(), 2)
 
 

@@ -92,7 +92,7 @@ def test_http_changed_under_the_download(web: Web, tmp_path: Path, monkeypatch: 
 
 def test_http_without_any_version_is_refused(web: Web, tmp_path: Path):
     web.files["/a.txt"], web.versions = CONTENT, False
-    assert "tells neither a version" in refused(Cache(tmp_path), web.url("/a.txt"))
+    assert "reports no version" in refused(Cache(tmp_path), web.url("/a.txt"))
 
 
 # Resuming

@@ -112,7 +112,7 @@ def test_what_is_not_utf8_is_skipped_by_name_or_refused(texts: Path, tmp_path: P
         cached_tokens(find_corpus([str(bad)]), ByteTokenizer(), tmp_path / "named")
     for name in ("a.txt", "c.txt"):
         (texts / name).write_bytes(b"\xff")
-    with pytest.raises(JobError, match=r"there is no document in it .*a\.txt: not UTF-8 at byte 0"):
+    with pytest.raises(JobError, match=r"there is no text in it .*a\.txt: not UTF-8 at byte 0"):
         cached_tokens(find_corpus([str(texts)]), ByteTokenizer(), tmp_path / "none")
     assert folders(tmp_path / "named") == folders(tmp_path / "none") == []
 
