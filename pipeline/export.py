@@ -90,7 +90,7 @@ def _export(options: ExportOptions) -> Export:
         rule = "is no size above 0, such as 500MB or 5GB"
         problems.append(Problem("max_shard_size", options.max_shard_size, rule, "Correct --max_shard_size"))
     try:
-        checkpoint = checkpoint_at(Path(options.checkpoint)).announced()
+        checkpoint = checkpoint_at(Path(options.checkpoint)).reported()
         model = model_of_checkpoint(checkpoint)
         tokenizer = tokenizer_of_checkpoint(checkpoint, options.tokenizer)
     except JobError as error:

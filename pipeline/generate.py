@@ -76,7 +76,7 @@ def _load(options: GenerateOptions) -> Loaded:
     dtype, source = getattr(torch, options.dtype), Path(options.source)
     if is_checkpoint(source):
         return from_checkpoint(
-            checkpoint_at(source).announced(), options.tokenizer, dtype, options.allow_pickle
+            checkpoint_at(source).reported(), options.tokenizer, dtype, options.allow_pickle
         )
     return from_folder(source, options.tokenizer, dtype)
 

@@ -79,7 +79,7 @@ def _read(arguments: Sequence[str]) -> tuple[Checkpoint, Job, ReshardOptions]:
     launcher, options, _ = read_arguments(arguments, ReshardOptions, PROGRAM)
     if problems := _option_problems(options):
         raise JobError(problems)
-    checkpoint = checkpoint_at(Path(options.checkpoint), "CHECKPOINT").announced()
+    checkpoint = checkpoint_at(Path(options.checkpoint), "CHECKPOINT").reported()
     run_file = _run_file_of(checkpoint)
     if options.config is None and run_file is not None:
         launcher, options, _ = read_arguments(
@@ -106,7 +106,7 @@ def _option_problems(options: ReshardOptions) -> list[Problem]:
 
 
 def _run_file_of(checkpoint: Checkpoint) -> Path | None:
-    """The run.json of the run that a checkpoint lies in; None where it lies alone."""
+    """The run.json of the run that a checkpoint is of; None where it is not in a run's folder."""
     path = checkpoint.folder.parent / RUN_FILE
     return path if checkpoint.folder.name == CHECKPOINTS and path.exists() else None
 
@@ -162,7 +162,7 @@ def _job(checkpoint: Checkpoint, options: ReshardOptions, launcher: LauncherOpti
 
 def _convert(checkpoint: Checkpoint, job: Job, options: ReshardOptions) -> None:
     quiet_deepspeed(rank=0)
-    # Only now, torch and DeepSpeed: whatever is wrong with the command line is said at once.
+    # Only now, torch and DeepSpeed: whatever is wrong with the command line is reported at once.
     from pipeline.checkpoints.conversion import convert
 
     changes = ", ".join(layout_changes(checkpoint, job)) or "the same"

@@ -1,4 +1,4 @@
-"""A checkpoint written anew without its layout, parameter by parameter, by one process."""
+"""Offline conversion: one process rewrites a checkpoint with whole parameters, one after the other."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def convert(
     workers: int,
     report: Callable[[ConversionProgress], None] = lambda _: None,
 ) -> bool:
-    """Write `checkpoint` anew as the checkpoint `folder`, for the layout of `job`.
+    """Convert `checkpoint` to the layout of `job`, as the new checkpoint `folder`.
 
     Each of `workers` threads holds one tensor of one parameter at a time: reading, writing and digesting are
     done by code that leaves Python's lock.
@@ -172,10 +172,7 @@ def open_source(checkpoint: Checkpoint, job: Job) -> WholeParameters:
     """
     stored = StoredState(checkpoint.path, job.allow_pickle)
     slicings = parameter_slicings(job.model)
-    there = {name: slicing.full_shape for name, slicing in stored.slicings.items()}
-    here = {name: slicing.full_shape for name, slicing in slicings.items()}
-    if there != here:
-        names = sorted(name for name in there | here if there.get(name) != here.get(name))
+    if names := stored.differing({name: slicing.full_shape for name, slicing in slicings.items()}):
         rule = f"its parameters are not those of the model {job.model.name}: {', '.join(names)}"
         raise JobError([Problem("CHECKPOINT", str(checkpoint.path), rule, "Give the --model of its run")])
     scaler = stored.loss_scaler() if checkpoint.layout["compute"] == "fp16" else None
@@ -237,7 +234,7 @@ class PartialFolder:
         return self.path / "checkpoint"
 
     def foreign(self) -> list[str]:
-        """What lies there and is of no conversion: the folder is somebody else's, and must not be removed."""
+        """What is there and no conversion has made: the folder must not be removed then."""
         there = self.path.iterdir() if self.path.is_dir() else ()
         return sorted(each.name for each in there if each.name.partition(".tmp")[0] not in _OWN)
 
@@ -261,7 +258,7 @@ class PartialFolder:
         return (self.path / "proven").exists()
 
     def record_verified(self) -> None:
-        """The source is what was saved."""
+        """Record that the source is what was saved."""
         (self.path / "proven").touch()
 
     def written(self, name: str) -> list[WrittenFile] | None:
@@ -273,7 +270,7 @@ class PartialFolder:
         return files if all(size_of(self.content / f.name) == f.bytes for f in files) else None
 
     def record_written(self, name: str, files: list[WrittenFile]) -> None:
-        """All files of a parameter are on the disk."""
+        """Record that all files of a parameter are on the disk."""
         with replaced_atomically(self.path / "written" / name) as file:
             file.write(json.dumps([asdict(each) for each in files]).encode())
 
@@ -283,5 +280,5 @@ class PartialFolder:
         sync_folder(self.folder.parent)
 
     def remove(self) -> None:
-        """What was needed until the checkpoint had its name."""
+        """Remove what was needed until the checkpoint had its name."""
         shutil.rmtree(self.path)

@@ -3,7 +3,7 @@
 A digest is ``"sha256:<hex>"`` or ``"xxh3_128:<hex>"``, taken from the bytes on their way to the file, so that
 nothing is read back. Both find every accident (a flipped bit, a truncated or mixed-up file). XXH3 costs a
 tenth of what the copying costs and is what a save writes; SHA-256 costs more than the writing. Neither
-protects against somebody who forges a file on purpose: for that there is the list of types that a file may
+protects against deliberate forgery: for that there is the list of types that a file may
 hold (`pipeline.checkpoints.torch_file`).
 """
 
@@ -14,8 +14,8 @@ import errno
 import hashlib
 import os
 import shutil
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -120,59 +120,43 @@ class _EarlySync:
     """A file whose bytes are sent to the disk while more of them come.
 
     A disk that begins to work when the last byte is written makes a save take the time of the copying plus
-    that of the disk. A thread begins to send what there is after each portion; a small file has none.
+    that of the disk. So a thread sends what there is after each portion; a small file has no thread.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self._since = 0
-        self._more = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._ended = False
-        self._failure: OSError | None = None
+        self._sender = ThreadPoolExecutor(1, "early-sync")
+        self._sent: Future[None] | None = None
 
     def write(self, data: Any) -> int:
         count = self._file.write(data)
         self._since += count
-        if self._since >= _PORTION:
+        if self._since >= _PORTION and (self._sent is None or self._sent.done()):
+            self._check()
             self._since = 0
             self._file.flush()
-            self._begin()
+            self._sent = self._sender.submit(os.fdatasync, self._file.fileno())
         return count
 
     def finish(self) -> None:
         """Return when every byte is on the disk.
 
         Raises:
-            OSError: the disk refused some. The system tells that once, to the thread perhaps.
+            OSError: the disk refused some.
         """
-        self.close()
-        if self._failure is not None:
-            raise self._failure
+        self._check()
         self._file.flush()
         os.fsync(self._file.fileno())
 
+    def _check(self) -> None:
+        """Raise what the thread met: the system reports a failed write once, to whichever call comes next."""
+        if self._sent is not None:
+            self._sent.result()
+
     def close(self) -> None:
-        """End the thread; does nothing where it has ended."""
-        self._ended = True
-        self._more.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _begin(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._send, name="early-sync", daemon=True)
-            self._thread.start()
-        self._more.set()
-
-    def _send(self) -> None:
-        while self._more.wait() and not self._ended:
-            self._more.clear()
-            try:
-                os.fdatasync(self._file.fileno())
-            except OSError as error:
-                self._failure = error
-                return
+        """End the thread."""
+        self._sender.shutdown()
 
 
 @contextlib.contextmanager
@@ -184,7 +168,7 @@ def synced(folder: Path, name: str) -> Iterator[_EarlySync]:
     """
     path = folder / name
     try:
-        if not folder.is_dir():  # it is not made anew where a mount has vanished
+        if not folder.is_dir():  # it is not made again where a mount has vanished
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file, contextlib.closing(_EarlySync(file)) as early:
@@ -220,7 +204,7 @@ def copy_file(source: Path, folder: Path, name: str) -> WrittenFile:
 
 
 def sync_existing(folder: Path, name: str) -> WrittenFile:
-    """Bring a file that somebody else wrote to the disk.
+    """Sync a file that other code wrote.
 
     Raises:
         OSError: it cannot be read.

@@ -1,7 +1,7 @@
 """What a run's checkpoint folder holds, and how a checkpoint comes into it and leaves it. No torch.
 
     checkpoints/global_step100/...            DeepSpeed's shards
-    checkpoints/global_step100/shards.json    which slice of which parameter lies where in them
+    checkpoints/global_step100/shards.json    which slice of which parameter is where in them
     checkpoints/global_step100/manifest.json  written when every rank's shards are complete (`manifest`)
     checkpoints/global_step150.partial/       being written, or left by a crash; never read
     checkpoints/global_step150.partial.replaced/  gives way to a newer state of that step (`publish`)
@@ -64,8 +64,8 @@ def _is_leftover(path: Path) -> bool:
 
 
 def _clear(path: Path) -> None:
-    """Remove a leftover; what a crash in `publish` has moved aside, before the new one had its name, counts
-    and gets the name back."""
+    """Remove a leftover. What `publish` has moved aside gets its name back if a crash came before the new one
+    had it."""
     name = path.name.removesuffix(REPLACED)
     if name != path.name and not os.path.lexists(path.with_name(name)):
         path.rename(path.with_name(name))
@@ -76,7 +76,7 @@ def _clear(path: Path) -> None:
 def publish(written: Path, keeps: bool = False) -> Path:
     """Give a complete checkpoint its own name; for one rank.
 
-    What has the name already is moved aside first, so that at no moment shards of both lie in one folder. A
+    What has the name already is moved aside first, so that at no moment shards of both are in one folder. A
     crash in between leaves it where `resume` finds it; `remove_leftovers` removes it then.
 
     Args:

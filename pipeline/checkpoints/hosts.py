@@ -28,7 +28,7 @@ from pipeline.parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class FileSystems:
-    """Where the ranks' output lies.
+    """Which ranks write into the same file system.
 
     Attributes:
         leaders: For each rank the lowest rank that writes into the same file system. A leader does there what

@@ -1,7 +1,7 @@
-"""Which of a folder's checkpoints belong to the run that goes on in it. No torch.
+"""Which of a folder's checkpoints belong to the run that continues in it. No torch.
 
 A run that goes back to an earlier checkpoint leaves the later ones behind: they stay on the disk, and must
-not win when it is started again. Each such start begins a branch; `checkpoints/lineage.json` says where:
+not be chosen by the next start. Each return begins a branch, which `checkpoints/lineage.json` records:
 
     step      1 --- 2 --- 3 --- 4          branch "" (a run that never went back has no lineage.json)
                     |
@@ -9,9 +9,9 @@ not win when it is started again. Each such start begins a branch; `checkpoints/
 
     {"branches": [["9f3c", 2]], "origin": null}
 
-A checkpoint's manifest keeps the branches it was saved under. It belongs to the run if the two lists say the
-same about the steps up to its own. A start from a checkpoint of another folder begins at step -1, so that
-nothing that lies here already belongs to it, and keeps that checkpoint's path as `origin`: until the first
+A checkpoint's manifest keeps the branches it was saved under. It belongs to the run if the two lists agree
+about the steps up to its own. A start from a checkpoint of another folder begins at step -1, so that
+nothing that is here already belongs to it, and keeps that checkpoint's path as `origin`: until the first
 save it is what the run resumes from.
 """
 
@@ -32,7 +32,7 @@ Branches = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True)
 class Lineage:
-    """What `lineage.json` says.
+    """The content of `lineage.json`.
 
     Attributes:
         branches: Name of each branch and the step that it begins after, in order.
@@ -60,7 +60,7 @@ def read_lineage(folder: Path) -> Lineage:
     """The lineage of the run in a checkpoint folder.
 
     Raises:
-        JobError: it cannot be read, so that nobody knows which checkpoints count.
+        JobError: it cannot be read, so that it is unknown which checkpoints are the run's.
     """
     path = folder / LINEAGE
     try:
@@ -73,10 +73,10 @@ def read_lineage(folder: Path) -> Lineage:
         return Lineage()
     except (OSError, ValueError, KeyError, TypeError) as error:
         rule = (
-            f"cannot be read ({type(error).__name__}: {error}), and says which checkpoints were left behind "
-            f"when this run went back to an earlier one"
+            f"cannot be read ({type(error).__name__}: {error}), and records which checkpoints this run left "
+            f"behind when it went back to an earlier one"
         )
-        remedy = "Name the checkpoint to resume from with --resume PATH, which writes the file anew"
+        remedy = "Name the checkpoint to resume from with --resume PATH, which replaces the file"
         raise JobError([Problem("resume", str(path), rule, remedy)]) from error
 
 

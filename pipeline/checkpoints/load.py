@@ -1,9 +1,8 @@
 """Loading a checkpoint into an engine, of the layout that saved it or of another.
 
-In the same layout DeepSpeed reads its own shards. Between two layouts stands the whole parameter by its name,
-in fp32, which no layout changes: a rank reads the slices of it that its own shards hold, and copies it there;
-no arithmetic is done on the way. Of fp16's loss scale the JSON says how it acts, the checkpoint where it
-stands.
+In the same layout DeepSpeed reads its own shards. What two layouts have in common is the whole parameter
+with its name, in fp32: a rank reads the slices of it that its own shards hold; no arithmetic is done on the
+way. How fp16's loss scale changes is set by the JSON, its present value by the checkpoint.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ def _write_down(folder: Path, checkpoint: Checkpoint, lineage: Lineage) -> None:
 
 
 def _fits(engine: TrainEngine, checkpoint: Checkpoint, stored: StoredState) -> bool:
-    """Whether DeepSpeed can load its files as they are: what lies where in them is decided by more than the
+    """Whether DeepSpeed can load its files as they are: what is where in them depends on more than the
     layout (offload, the order of gradients, the size of groups)."""
     same = checkpoint.layout == layout_of(engine.job)
     return same and reads_own_shards(engine) and same_shards(engine, stored)
@@ -194,8 +193,8 @@ def loss_scaler_of(engine: TrainEngine) -> Any:
 def continue_loss_scale(engine: TrainEngine, configured: Any, saved: Any) -> None:
     """Let `engine` scale as its JSON says; a dynamic scale continues from a dynamic one.
 
-    Between a fixed and a dynamic one nothing carries over: what an overflow made of the one says nothing
-    about the other, and a scale chosen by hand is meant as it is written.
+    Between a fixed and a dynamic one nothing carries over: the value of the one is no estimate
+    for the other, and a scale chosen by hand is meant as it is written.
 
     Args:
         configured: The scaler that the engine was built with.
@@ -204,12 +203,12 @@ def continue_loss_scale(engine: TrainEngine, configured: Any, saved: Any) -> Non
     if configured is None:
         return
     if saved is not None and configured.dynamic and saved.dynamic:
-        _go_on(configured, saved)
+        _continue(configured, saved)
     optimizer = engine.deepspeed.optimizer
     optimizer.loss_scaler, optimizer.dynamic_loss_scale = configured, configured.dynamic
 
 
-def _go_on(scaler: Any, saved: Any) -> None:
+def _continue(scaler: Any, saved: Any) -> None:
     scaler.cur_iter, scaler.last_overflow_iter = saved.cur_iter, saved.last_overflow_iter
     # Below a new floor an overflow would raise the scale to it.
     scaler.cur_scale = max(saved.cur_scale, scaler.min_scale)

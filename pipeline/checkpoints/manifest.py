@@ -47,7 +47,7 @@ PACKAGES = {"pipeline": "gpt-pretraining-pipeline", "torch": "torch", "deepspeed
 
 @dataclass(frozen=True)
 class TrainState:
-    """Where a run stands. Everything else follows from it: the sample order and dropout are pure functions of
+    """The position of a run. All else follows from it: the sample order and dropout are pure functions of
     seed and position, the learning rate of the step.
 
     Attributes:
@@ -110,7 +110,7 @@ class Checkpoint:
 
     @property
     def has_shard_index(self) -> bool:
-        """It says what lies where in it, so that another layout can read it."""
+        """Whether it records what is where in its files, so that another layout can read it."""
         return SHARDS in self.files
 
     @property
@@ -257,7 +257,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 def saved_branches(path: Path) -> tuple[Branches, int] | None:
     """The branches that the checkpoint at `path` was saved under, and its step, whether or not all files are
-    there; None where the manifest does not tell."""
+    there; None if the manifest cannot be read."""
     try:
         checkpoint = _parse(path)
     except _UNREADABLE:
@@ -291,7 +291,7 @@ def _inside(name: str) -> str:
     """A file's name, which must not lead out of the folder."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts:
-        raise ValueError(f"{name} lies outside")
+        raise ValueError(f"{name} is outside of the checkpoint")
     return name
 
 
@@ -305,8 +305,8 @@ def _entry(saved: Any) -> FileEntry:
 
 
 def _current_layout(saved: dict[str, Any]) -> dict[str, Any]:
-    """A manifest's layout in today's words: earlier ones had the number formats in a block of their own, and
-    did not say where offloaded state lies."""
+    """A manifest's layout with today's keys: earlier ones had the number formats in a block of their own, and
+    did not record where offloaded state is."""
     layout = {"nvme": False, **saved}
     formats = layout.pop("precision", {})
     return {**layout, **{key: formats[key] for key in ("compute", "accumulation") if key in formats}}

@@ -21,17 +21,17 @@ from pipeline.model.counts import total_parameters
 
 
 def output_problems(key: str, given: str) -> list[Problem]:
-    """Why a command must not make the folder `given`: what lies among a run's checkpoints is the run's, which
-    chooses from there what it resumes from, replaces it and removes it.
+    """Why a command must not make the folder `given`: a folder among a run's checkpoints belongs to the run,
+    which may resume from it, replace it and remove it.
 
     Raises:
         JobError: a folder cannot be listed.
     """
     path = Path(given)
-    # As it was named, and where it is: the run's own folder may be a link to another disk.
+    # As it was given, and resolved: the run's own folder may be a link to another disk.
     around = {parent for each in (path.absolute(), path.resolve()) for parent in (each, *each.parents)}
     for folder in sorted(each for each in around if _holds_checkpoints(each, path.resolve())):
-        rule = f"lies in {folder}, and what is there belongs to that run"
+        rule = f"is in {folder}, whose content belongs to that run"
         return [Problem(key, given, rule, "Name a folder elsewhere")]
     return []
 
@@ -105,10 +105,9 @@ def space_problems(job: Job) -> list[Problem]:
     folder = Path(job.output_dir).absolute() / CHECKPOINTS  # which may be a link to another disk
     nearest = next(path for path in (folder, *folder.parents) if exists(path))
     needed, free = checkpoint_bytes(job) // len(job.world.hosts), free_bytes(nearest)
-    if needed + _SLACK <= free:
-        return []
-    rule = f"has {readable(free)} free, and one checkpoint takes {readable(needed)} on this host"
-    return [Problem("output_dir", job.output_dir, rule, "Make room, or choose another --output_dir")]
+    if rule := lack_of_space(nearest, needed, free):
+        return [Problem("output_dir", job.output_dir, rule, "Make room, or choose another --output_dir")]
+    return []
 
 
 def readable(size: int) -> str:

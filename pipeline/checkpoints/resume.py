@@ -1,10 +1,10 @@
 """Which checkpoint a run resumes from, and what changes by it. No torch.
 
 It is the newest that its manifest shows to be complete, the one with the highest step. Neither file times nor
-what `latest` says decide: clocks jump, and a crash may come between the last rename of a save and the
+the content of `latest` decide: clocks jump, and a crash may come between the last rename of a save and the
 replacement of `latest`. Skipped, each with its reason, are checkpoints that are not complete, those that
 the run left behind when it went back (`lineage`), and those of another run. Where some exist and none can be
-used, that is an error: a run never starts anew beside them.
+used, that is an error: a run never starts from step 0 beside them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Selection:
     checkpoint: Checkpoint | None = None
     notes: tuple[str, ...] = ()
 
-    def announced(self) -> Checkpoint:
+    def reported(self) -> Checkpoint:
         """The checkpoint, where there must be one; what was skipped for it is printed to stderr."""
         assert self.checkpoint is not None
         for note in self.notes:
@@ -75,7 +75,7 @@ class Candidates:
 
     @property
     def exist(self) -> bool:
-        """Whether there is anything that a new start would have to answer for."""
+        """Whether there is any, so that a start from step 0 would be wrong."""
         return bool(self._steps) or self._lineage.origin is not None or (self.folder / LATEST).exists()
 
     def newest(self, below: int | None = None) -> tuple[int, Checkpoint | None]:
@@ -91,7 +91,7 @@ class Candidates:
         return NOTHING, None
 
     def refusal(self) -> JobError:
-        """That none of them can be used."""
+        """The error that none of them can be used."""
         problems = [Problem("resume", path, rule, CHOOSE_ANOTHER) for path, rule in self.skipped.items()]
         if not problems:
             here = (self.folder / LATEST).exists()
@@ -102,11 +102,11 @@ class Candidates:
 
     def notes(self, chosen: Checkpoint) -> tuple[str, ...]:
         """What was skipped on the way to `chosen`, in sentences."""
-        said = [f"skipped {path}: it {rule}" for path, rule in self.skipped.items()]
+        notes = [f"skipped {path}: it {rule}" for path, rule in self.skipped.items()]
         named = named_by_latest(self.folder)
         if named != chosen.tag and not self._lineage.origin:
-            said.append(f"{self.folder / LATEST} {_what_latest_is(self.folder, named)}")
-        return tuple(said)
+            notes.append(f"{self.folder / LATEST} {_what_latest_is(self.folder, named)}")
+        return tuple(notes)
 
     def _positions(self) -> Iterator[tuple[int, Path]]:
         for step in sorted(self._steps, reverse=True):
@@ -152,7 +152,7 @@ def select_checkpoint(job: Job) -> Selection:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether `path` is one of the folders that `checkpoint_at` takes, by what lies there."""
+    """Whether `path` is one of the folders that `checkpoint_at` takes, by its content."""
     return is_file(path / MANIFEST) or is_folder(path / CHECKPOINTS) or bool(steps_in(path))
 
 
@@ -206,7 +206,7 @@ def _what_latest_is(folder: Path, named: str | None) -> str:
 def lineage_after(folder: Path, checkpoint: Checkpoint, name: str) -> Lineage:
     """The lineage of a run in `folder` that resumes from `checkpoint`: as it was or, where something would
     count otherwise that the run does not come from, with a new branch `name`."""
-    current = saved_lineage(folder) or Lineage(((name, BEFORE_ALL),))  # unreadable: it is written anew
+    current = saved_lineage(folder) or Lineage(((name, BEFORE_ALL),))  # unreadable: it is replaced
     elsewhere = checkpoint.folder.resolve() != folder.resolve()
     step = checkpoint.state.step
     if elsewhere:
@@ -224,7 +224,7 @@ def lineage_after(folder: Path, checkpoint: Checkpoint, name: str) -> Lineage:
 
 
 def _may_count(path: Path, lineage: Lineage) -> bool:
-    """Whether a run of that lineage would resume from what lies there, now or when what is missing of it
+    """Whether a run of that lineage would resume from what is there, now or when what is missing of it
     comes back, as from a mount that was away or from a backup."""
     saved = saved_branches(path)
     return saved is None or lineage.owns(*saved)
@@ -270,12 +270,12 @@ def continuation_problems(checkpoint: Checkpoint, job: Job) -> list[Problem]:
     if checkpoint.layout != layout_of(job):
         changed = f"was saved in another layout ({', '.join(layout_changes(checkpoint, job))})"
         for problem in conversion_problems(checkpoint, job, "resume"):
-            remedy = f"{problem.remedy}, or start anew in another --output_dir"
+            remedy = f"{problem.remedy}, or start from step 0 in another --output_dir"
             problems.append(replace(problem, rule=f"{changed}, and {problem.rule}", remedy=remedy))
-    # Whether the data is the same, the fingerprints of its sources tell when it has been read.
+    # Whether the data is the same is checked by the fingerprints of its sources, when it has been read.
     if differing := differences(checkpoint.identity, job.identity):
         rule = f"belongs to another run: {differing}"
-        remedy = "Give that run's settings, or start anew"
+        remedy = "Give that run's settings, or start from step 0 in another --output_dir"
         problems.append(Problem("resume", str(checkpoint.path), rule, remedy))
     return problems
 
@@ -320,10 +320,10 @@ def origin_lines(job: Job, checkpoint: Checkpoint, is_done: bool = True) -> list
     `is_done`: it has been loaded; otherwise a start would."""
     changes = layout_changes(checkpoint, job)
     changed = f"; layout changed: {', '.join(changes)}" if changes else ""
-    said = "resumed" if is_done else "a start resumes"
-    lines = [f"{said} from {checkpoint.path}{changed}"]
+    verb = "resumed" if is_done else "a start resumes"
+    lines = [f"{verb} from {checkpoint.path}{changed}"]
     if folder := job.initial_weights.folder:
-        lines.append(f"its weights go on; those in {folder} were for step 0")
+        lines.append(f"its weights are used; those in {folder} were for step 0")
     if settings := setting_changes(checkpoint.settings, job):
         lines += ["settings changed since it was saved:", *(f"  {change}" for change in settings)]
     return lines

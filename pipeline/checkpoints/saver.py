@@ -1,6 +1,6 @@
 """Saving a checkpoint so that it counts on all ranks or on none, and never without all of its files.
 
-    every rank   says what it will write; is there space?                     agreed, or the save fails
+    every rank   lists what it will write; is there space?                    agreed, or the save fails
     every rank   writes its files, at once or in a thread, each synced        agreed, or the save fails
     leaders      write the manifest, give the folder its name, set `latest`   agreed, or the save fails
 
@@ -67,7 +67,7 @@ class Saver:
 
     Args:
         in_background: Files are written by a thread, over a copy of this moment's values in host memory.
-        extra_files: Writes into a checkpoint's folder what lies beside the shards, such as the tokenizer.
+        extra_files: Writes into a checkpoint's folder what is kept beside the shards, such as the tokenizer.
 
     Attributes:
         seconds: How long the slowest save took, from the call to the moment when it counted.
@@ -166,7 +166,7 @@ class Saver:
             if self.is_leader:
                 self._add_extra_files(planned, partial, index)
             if self._memory is not None and failure is None:
-                planned.detach(self._memory)
+                self._memory.copy(planned.torch_files)
         except (OSError, RuntimeError, ValueError, MemoryError) as error:
             failure = failure or describe_failure(error)
         return planned, failure
@@ -180,7 +180,7 @@ class Saver:
     def _add_extra_files(self, planned: PlannedFiles, partial: Path, index: Any) -> None:
         """What leaders add to their shards, in a folder that nothing of a failed save is left in."""
         remove_leftovers(self.folder)
-        partial.mkdir()  # without its parents: those of a mount that has vanished are not made anew
+        partial.mkdir()  # without its parents: those of a mount that has vanished are not made again
         self._extra_files(partial)
         planned.present = [
             file.relative_to(partial).as_posix() for file in partial.rglob("*") if file.is_file()

@@ -1,4 +1,4 @@
-"""What one rank will write in a save: DeepSpeed's shards, taken instead of written, and what lies beside."""
+"""What one rank will write in a save: DeepSpeed's shards, collected instead of written, and further files."""
 
 from __future__ import annotations
 
@@ -53,10 +53,6 @@ class PlannedFiles:
             + sum(len(text) for text in self.texts.values())
         )
 
-    def detach(self, memory: SnapshotMemory) -> None:
-        """Make them independent of the training that goes on."""
-        memory.copy(self.torch_files)
-
     def write(self, folder: Path) -> list[WrittenFile]:
         """Write all of them; on the disk when this returns.
 
@@ -84,7 +80,8 @@ class SnapshotMemory:
         return sum(buffer.nbytes() for buffer in self._buffers.values())
 
     def copy(self, files: Mapping[str, PickledObject]) -> None:
-        """Replace the storages of `files`, by name, with copies; complete when this returns.
+        """Replace the storages of `files`, by name, with copies, so that training may change the tensors;
+        complete when this returns.
 
         Raises:
             MemoryError, RuntimeError: there is no memory for them.
@@ -97,7 +94,7 @@ class SnapshotMemory:
                 copies[key].copy_(storage, non_blocking=True)
                 if storage.device.type == "cuda":
                     streams.add(torch.cuda.current_stream(storage.device))
-            file.detach(copies)
+            file.storages = copies
         for stream in streams:
             stream.synchronize()
 
@@ -111,7 +108,7 @@ class SnapshotMemory:
 
 
 class _Collector(CheckpointEngine):
-    """Stands where DeepSpeed expects what writes its files."""
+    """Takes what DeepSpeed would write, in place of its checkpoint engine."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()

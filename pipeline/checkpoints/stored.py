@@ -1,7 +1,7 @@
 """A checkpoint of any layout, read parameter by parameter, without a process group.
 
-`shards.json` beside the manifest says which slice of which parameter lies where in which file; the ranks that
-wrote the files knew. Reading follows it: nothing here depends on how DeepSpeed shards and names things.
+`shards.json` beside the manifest says which slice of which parameter is where in which file; the ranks that
+wrote the files recorded it. Nothing here depends on how DeepSpeed shards and names things.
 """
 
 from __future__ import annotations
@@ -82,6 +82,11 @@ class StoredState:
                 self.slicings[name] = Slicing(tuple(shape), dim)
         self._parts = self._located()
         self._opened: dict[str, Any] = {}
+
+    def differing(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+        """Parameters that are not here in these shapes, or are here only."""
+        held = {name: slicing.full_shape for name, slicing in self.slicings.items()}
+        return sorted(name for name in held | shapes if held.get(name) != shapes.get(name))
 
     def state_names(self, name: str) -> list[str]:
         """Names of the optimizer's tensors for a parameter, such as ``exp_avg``; none for plain SGD."""

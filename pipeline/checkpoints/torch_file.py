@@ -20,7 +20,7 @@ import io
 import pickle
 import sys
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,8 @@ Storage = torch.UntypedStorage
 class PickledObject:
     """An object as it will be written: its pickle, taken now, and the storages that the pickle refers to.
 
-    The storages are those of the object, not copies, until `detach` has replaced them.
+    Attributes:
+        storages: Those of the object, not copies, until a snapshot replaces them.
 
     Raises:
         pickle.PicklingError, RuntimeError: the object cannot be saved.
@@ -68,10 +69,6 @@ class PickledObject:
         records = sum(storage.nbytes() + _RECORD_BYTES for storage in self.storages.values())
         return records + len(self.pickle) + 16 * _RECORD_BYTES
 
-    def detach(self, copies: Mapping[str, Storage]) -> None:
-        """Let the file be written from these copies of the storages."""
-        self.storages = dict(copies)
-
     def write(self, folder: Path, name: str) -> WrittenFile:
         """Write ``folder / name``; returns when it is on the disk.
 
@@ -88,20 +85,18 @@ class PickledObject:
             return stream.written(name)
 
     def _write_records(self, archive: Any, stream: DigestStream) -> None:
-        for record, content in self._head().items():
-            archive.write_record(record, content, len(content))
-        for key, storage in self.storages.items():
-            if stream.failure is not None:
-                return
-            archive.write_record(f"data/{key}", storage.cpu(), storage.nbytes())
-
-    def _head(self) -> dict[str, bytes | str]:
-        return {
+        head = {
             "data.pkl": self.pickle,
             ".format_version": _FORMAT_VERSION,
             ".storage_alignment": str(_ALIGNMENT),
             "byteorder": sys.byteorder,
         }
+        for record, content in head.items():
+            archive.write_record(record, content, len(content))
+        for key, storage in self.storages.items():
+            if stream.failure is not None:
+                return
+            archive.write_record(f"data/{key}", storage.cpu(), storage.nbytes())
 
     def _persistent_id(self, value: Any) -> tuple[Any, ...] | None:
         """How the pickle refers to a storage, which torch's loader understands; None for anything else."""
@@ -130,7 +125,7 @@ class _Pickler(pickle.Pickler):
         return self._refer(value)
 
 
-# Types without behaviour on construction: numbers, their names, and where a parameter lies in a flat tensor.
+# Types without behaviour on construction: numbers, their names, and where a parameter is in a flat tensor.
 ALLOWED = (
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
@@ -183,7 +178,7 @@ def load_torch_file(
 
 
 def _reason(error: pickle.UnpicklingError) -> str:
-    """What stands between torch's advice, which is to read the file unsafely, and where it is documented."""
+    """torch's message without its advice, which is to read the file unsafely, and its links."""
     paragraphs = [line.strip() for line in str(error).splitlines() if line.strip()]
     return paragraphs[1] if len(paragraphs) > 2 else paragraphs[0]
 

@@ -5,7 +5,7 @@
     zero/<parameter>/step.pt            what else the optimizer keeps for it, as it is
     zero/optimizer_state.pt             settings of the optimizer's groups; the loss scale of an fp16 run
     *mp_rank_00_model_states.pt         counters that DeepSpeed looks for; no weights
-    shards.json                         where each parameter lies, as in every checkpoint
+    shards.json                         where each parameter is, as in every checkpoint
 
 Each rank of any layout reads from it the slice of each parameter that it holds. DeepSpeed's own loading
 (``"checkpoint": {"load_universal": true}``) reads it at ZeRO 1 and 2 and, with whole weights, at ZeRO 3.
@@ -54,7 +54,7 @@ FILE_OVERHEAD = 8192
 
 @dataclass(frozen=True)
 class WholeParameters:
-    """What is written anew, and the one rule for each of its parameters.
+    """The state that is written, with the slicing of each parameter.
 
     Attributes:
         slicings: By name, of the whole model.
@@ -103,7 +103,7 @@ def write_common(
 
     Args:
         job: Of the layout that the checkpoint is meant for.
-        state: Where the run stands.
+        state: The position of the run.
         origin: What the checkpoint is made from, which its `shards.json` keeps.
     """
     counters = _counters(source, job, state)

@@ -1,7 +1,7 @@
 """The verification of a checkpoint by digests, spread over the ranks, before any of its files is unpickled.
 
 Each file is read by one rank that sees it; where hosts do not share a file system, by a rank of the host that
-wrote it. Ranks read for a few seconds, then tell each other how far they are and what they have found: no
+wrote it. Ranks read for a few seconds, then exchange how far they are and what they have found: no
 rank waits in a collective for longer than that, however large the checkpoint is.
 """
 
@@ -206,7 +206,7 @@ def agree_on_checkpoint(job: Job, found: Selection, verifier: Verifier) -> Agree
 def _named(checkpoint: Checkpoint | None, verifier: Verifier) -> Agreed:
     assert checkpoint is not None, "a checkpoint that is named is found or refused"
     if failure := verifier.failure(checkpoint):
-        remedy = "Name another checkpoint, or leave --resume out for the newest whole one"
+        remedy = "Name another checkpoint, or leave out --resume to take the newest complete one"
         raise JobError([Problem("resume", str(checkpoint.path), failure, remedy)])
     return Agreed(checkpoint)
 

@@ -285,7 +285,7 @@ def test_a_manifest_that_was_cut_proves_nothing(length: int, tmp_path: Path):
 def test_a_manifest_names_no_file_outside_its_folder(name: str, tmp_path: Path):
     path = saved(tmp_path)
     edit_manifest(path, lambda manifest: manifest["files"].update({name: 1}), format_2=False)
-    assert "lies outside" in refusal(path)
+    assert "is outside of the checkpoint" in refusal(path)
 
 
 def test_a_manifest_says_what_it_was_made_with(tmp_path: Path):

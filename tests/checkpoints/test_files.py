@@ -29,7 +29,7 @@ def write(folder: Path, portions: int) -> None:
 
 
 def early_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name == "early-sync"]
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("early-sync")]
 
 
 @pytest.mark.parametrize("portions", [0, 1, 5])

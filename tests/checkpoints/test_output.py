@@ -24,7 +24,7 @@ def test_what_lies_among_the_checkpoints_of_a_run_is_refused(mark: str, inside: 
         (tmp_path / "checkpoints" / "global_step4").rmdir()
         (tmp_path / mark).touch()
     (problem,) = output_problems("FOLDER", str(tmp_path / "checkpoints" / inside))
-    assert problem.rule == f"lies in {tmp_path / 'checkpoints'}, and what is there belongs to that run"
+    assert problem.rule == f"is in {tmp_path / 'checkpoints'}, whose content belongs to that run"
 
 
 def test_other_folders_are_not(tmp_path: Path):

@@ -58,7 +58,7 @@ def job_of(folder: Path, layout: str, **options: str) -> Job:
 
 
 def target(folder: Path, layout: str, **options: str) -> list[str]:
-    """Options of the job that is to go on."""
+    """Options of the job that is to resume."""
     command = arguments(folder, "run", layout, steps=BEFORE, **options)
     return ["--world_size", str(find(layout).ranks), *command]
 
@@ -414,7 +414,7 @@ def test_a_wrong_call_is_refused(call: tuple[str, ...], rule: str, capsys: pytes
 def test_a_folder_among_the_checkpoints_of_a_run_is_refused(source: Path, capsys: pytest.CaptureFixture[str]):
     before = sorted((source / "checkpoints").iterdir())
     said = refused(capsys, str(source), str(source / "checkpoints" / "global_step9"), "--world_size", "2")
-    assert "global_step9': lies in " in said
+    assert "global_step9': is in " in said
     assert sorted((source / "checkpoints").iterdir()) == before
 
 

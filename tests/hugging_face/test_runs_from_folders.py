@@ -94,4 +94,4 @@ def test_the_pages_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     )
     assert "starting at step 0 with the weights in exported/tiny" in first.stdout[0]
     assert "resumed from runs/from_tiny/checkpoints/global_step2" in again.stdout[0]
-    assert "its weights go on; those in exported/tiny were for step 0" in again.stdout[0]
+    assert "its weights are used; those in exported/tiny were for step 0" in again.stdout[0]

@@ -145,7 +145,7 @@ def length_problems(options: GenerateOptions, loaded: Loaded, tokens: Any) -> It
 
 
 def sampling(options: GenerateOptions) -> dict[str, Any]:
-    """How tokens are chosen. What is not said here is left out: of the model comes no setting but its ids."""
+    """How tokens are chosen. Of the model's own settings only the ids are used."""
     common = {"max_new_tokens": options.max_new_tokens, "use_cache": True}
     if options.greedy:
         return {**common, "do_sample": False}

@@ -199,8 +199,7 @@ class StagingFolder:
         remove_tree(self.content)
 
     def _give_back(self) -> None:
-        """What came between the two renames of `publish` has left the name to nobody: the folder that had it
-        gets it back."""
+        """Where a crash came between the two renames of `publish`, the earlier folder gets its name back."""
         if self.replaced.exists() and not _has_content(self.folder):
             self.replaced.rename(self.folder)
             sync_folder(self.folder.parent)

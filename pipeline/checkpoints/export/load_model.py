@@ -26,13 +26,13 @@ from pipeline.data.tokenizer import Tokenizer, load_tokenizer, vocabulary_proble
 from pipeline.hugging_face.families import config_json, generation_config_json
 from pipeline.hugging_face.safetensors_files import stored_tensors
 
-# Nothing is fetched, and no code that lies in a folder is run, nor is the user asked whether it may.
+# Nothing is fetched, and no code from a folder is run, nor is the user asked whether it may.
 _OFFLINE: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
 class Loaded(NamedTuple):
     """What generates text. Of the model's generation config there are the ids that begin, end and pad a text,
-    and nothing else: how tokens are chosen, whoever generates says."""
+    and nothing else: how tokens are chosen is the caller's choice."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -47,7 +47,7 @@ def from_folder(folder: Path, tokenizer_name: str | None, dtype: torch.dtype) ->
     """
     own = None if tokenizer_name is None else load_tokenizer(tokenizer_name)
     try:
-        stored_tensors(folder)  # transformers would pass over an index that is wrong
+        stored_tensors(folder)  # transformers would ignore an index that is wrong
         model, found = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, use_safetensors=True, output_loading_info=True, **_OFFLINE
         )

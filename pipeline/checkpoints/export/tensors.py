@@ -38,7 +38,7 @@ def verified_state(checkpoint: Checkpoint, allowed: Collection[str]) -> StoredSt
         allowed: Names that its files may ask for, from ``--allow_pickle``.
 
     Raises:
-        JobError: a file is missing, damaged or foreign, or nothing says what lies where.
+        JobError: a file is missing, damaged or foreign, or it has no `shards.json`.
         RuntimeError: as `StoredState`.
     """
     if problems := partial_problems(checkpoint, "checkpoint"):
@@ -57,10 +57,7 @@ def tensors(model: ModelConfig, stored: StoredState) -> Iterator[tuple[str, Tens
         RuntimeError: the checkpoint does not hold the model's parameters.
     """
     entries = tensor_map(model)
-    shapes = {entry.name: entry.shape for entry in entries}
-    held = {name: tuple(slicing.full_shape) for name, slicing in stored.slicings.items()}
-    if shapes != held:
-        differing = sorted(name for name in shapes | held if shapes.get(name) != held.get(name))
+    if differing := stored.differing({entry.name: entry.shape for entry in entries}):
         raise RuntimeError(f"{stored.path} holds other parameters than its model has: {differing}")
     for entry in entries:
         yield from _theirs(entry, stored.read(entry.name, MASTER).view(entry.shape))

@@ -255,7 +255,7 @@ def test_a_folder_among_the_checkpoints_of_a_run_is_refused(base: Path, capsys: 
     checkpoints = base / "gpt2 run" / "checkpoints"
     before = sorted(checkpoints.iterdir())
     assert export(base / "gpt2 run", checkpoints / "global_step9") == 2
-    assert "global_step9': lies in " in capsys.readouterr().err
+    assert "global_step9': is in " in capsys.readouterr().err
     assert sorted(checkpoints.iterdir()) == before
 
 
