@@ -90,7 +90,7 @@ def convert(
         if not finished:
             partial.prepare(task)
             _write(checkpoint, job, partial, workers, report)
-        partial.remove()
+        shutil.rmtree(partial.path)
     return not finished
 
 
@@ -118,9 +118,9 @@ def _write(
     workers: int,
     report: Callable[[ConversionProgress], None],
 ) -> None:
-    if not partial.is_verified:
+    if not partial.verified.exists():
         verify_files(checkpoint, workers)
-        partial.record_verified()
+        partial.verified.touch()
     source = open_source(checkpoint, job)
     done = {name: files for name in source.slicings if (files := partial.written(name)) is not None}
     # The largest first, so that none of them is left for the end.
@@ -141,7 +141,8 @@ def _write(
         entries |= {f"{TOKENIZER_FOLDER}/{name}": entry for name, entry in copied.items()}
     sync_files(partial.content)
     write_converted_manifest(checkpoint, partial.content, entries, layout_of(job))
-    partial.publish()
+    partial.content.rename(partial.folder)
+    sync_folder(partial.folder.parent)
 
 
 def verify_files(checkpoint: Checkpoint, workers: int) -> None:
@@ -151,14 +152,11 @@ def verify_files(checkpoint: Checkpoint, workers: int) -> None:
         JobError: files are not what was saved.
     """
 
-    def is_changed(name: str) -> bool:
-        digest = checkpoint.files[name].digest
-        # Manifests before format 2 have none.
-        return digest != "" and not has_digest(checkpoint.path / name, digest)
-
+    # Manifests before format 2 have no digests.
+    digests = {name: entry.digest for name, entry in checkpoint.files.items() if entry.digest}
     with ThreadPoolExecutor(workers) as pool:
-        verdicts = pool.map(is_changed, checkpoint.files)
-        changed = [name for name, is_bad in zip(checkpoint.files, verdicts, strict=True) if is_bad]
+        whole = pool.map(has_digest, (checkpoint.path / name for name in digests), digests.values())
+        changed = [name for name, is_whole in zip(digests, whole, strict=True) if not is_whole]
     if changed:
         rule = f"is damaged: not as they were saved are {', '.join(changed)}"
         raise JobError([Problem("CHECKPOINT", str(checkpoint.path), rule, "Name another checkpoint")])
@@ -189,10 +187,7 @@ def _check_space(needed: int, partial: PartialFolder) -> None:
 
 
 def _write_parameters(
-    source: WholeParameters,
-    names: list[str],
-    partial: PartialFolder,
-    workers: int,
+    source: WholeParameters, names: list[str], partial: PartialFolder, workers: int
 ) -> Iterator[tuple[str, list[WrittenFile]]]:
     def write(name: str) -> tuple[str, list[WrittenFile]]:
         files = write_parameter(source, name, partial.content)
@@ -233,6 +228,11 @@ class PartialFolder:
         """The checkpoint."""
         return self.path / "checkpoint"
 
+    @property
+    def verified(self) -> Path:
+        """A file that is there if the source is what was saved."""
+        return self.path / "proven"
+
     def foreign(self) -> list[str]:
         """What is there and no conversion has made: the folder must not be removed then."""
         there = self.path.iterdir() if self.path.is_dir() else ()
@@ -244,22 +244,13 @@ class PartialFolder:
         if task_file.exists() and json.loads(task_file.read_text(encoding="utf-8")) == task:
             return
         task_file.unlink(missing_ok=True)  # first: from here on a crash leaves no task
-        (self.path / "proven").unlink(missing_ok=True)
+        self.verified.unlink(missing_ok=True)
         for folder in (self.content, self.path / "written"):
             if folder.exists():
                 shutil.rmtree(folder)
             folder.mkdir()
         with replaced_atomically(task_file) as file:
             file.write(json.dumps(task).encode())
-
-    @property
-    def is_verified(self) -> bool:
-        """Whether the source is what was saved."""
-        return (self.path / "proven").exists()
-
-    def record_verified(self) -> None:
-        """Record that the source is what was saved."""
-        (self.path / "proven").touch()
 
     def written(self, name: str) -> list[WrittenFile] | None:
         """The files of a parameter, if all of them are on the disk."""
@@ -273,12 +264,3 @@ class PartialFolder:
         """Record that all files of a parameter are on the disk."""
         with replaced_atomically(self.path / "written" / name) as file:
             file.write(json.dumps([asdict(each) for each in files]).encode())
-
-    def publish(self) -> None:
-        """Give the complete checkpoint its name."""
-        self.content.rename(self.folder)
-        sync_folder(self.folder.parent)
-
-    def remove(self) -> None:
-        """Remove what was needed until the checkpoint had its name."""
-        shutil.rmtree(self.path)

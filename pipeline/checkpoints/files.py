@@ -136,7 +136,9 @@ class _EarlySync:
             self._check()
             self._since = 0
             self._file.flush()
-            self._sent = self._sender.submit(os.fdatasync, self._file.fileno())
+            # An interpreter that ends begins nothing new; `finish` syncs all.
+            with contextlib.suppress(RuntimeError):
+                self._sent = self._sender.submit(os.fdatasync, self._file.fileno())
         return count
 
     def finish(self) -> None:

@@ -115,7 +115,7 @@ class StoredState:
         Args:
             wanted: None: all of it.
         """
-        return with_own_storage(self.view(name, key, wanted))
+        return _with_own_storage(self.view(name, key, wanted))
 
     def view(self, name: str, key: str, wanted: Slice | None = None) -> Tensor:
         """As `read`, but values that are consecutive in a file are not copied: they are mapped from it."""
@@ -207,7 +207,7 @@ class StoredState:
         return located
 
 
-def with_own_storage(values: Tensor) -> Tensor:
+def _with_own_storage(values: Tensor) -> Tensor:
     """Values that are all that their storage holds: themselves, or a copy where they are a view of more."""
     if values.untyped_storage().nbytes() == values.nbytes:
         return values

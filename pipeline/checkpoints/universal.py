@@ -35,7 +35,7 @@ from deepspeed.git_version_info import version as deepspeed_version
 
 from pipeline.checkpoints.files import WrittenFile, write_bytes
 from pipeline.checkpoints.manifest import SHARDS, TrainState
-from pipeline.checkpoints.stored import MASTER, Location, StoredState, with_own_storage
+from pipeline.checkpoints.stored import MASTER, Location, StoredState
 from pipeline.checkpoints.torch_file import PickledObject
 from pipeline.engine.optimizer import build_optimizer
 from pipeline.job.job import Job
@@ -75,7 +75,7 @@ class WholeParameters:
         """The content of each file of a parameter, by the file's stem. One tensor is in memory at a time."""
         slicing = self.slicings[name]
         for key in (MASTER, *self.stored.state_names(name)):
-            values = with_own_storage(self.stored.view(name, key))
+            values = self.stored.read(name, key)
             content: dict[str, Any] = {PARAM: values.view(slicing.full_shape)}
             if slicing.dim is not None:
                 content[CAT_DIM] = slicing.dim

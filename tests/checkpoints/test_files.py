@@ -81,6 +81,17 @@ def test_an_error_in_the_block_ends_the_thread(tmp_path: Path):
     assert early_threads() == []
 
 
+def test_a_save_that_outlives_its_program_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A thread that writes in the background is waited for when the interpreter ends, and gets no other."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    monkeypatch.setattr(files.ThreadPoolExecutor, "submit", refuse)
+    write(tmp_path, 3)
+    assert (tmp_path / "file").stat().st_size == 3 * PORTION
+
+
 def test_the_digest_is_that_of_the_file(tmp_path: Path):
     with synced(tmp_path, "file") as file:
         stream = DigestStream(file)

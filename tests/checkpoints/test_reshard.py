@@ -139,7 +139,7 @@ class Invented:
     def scalars(self, name: str) -> dict[str, Any]:
         return {"step": torch.tensor(2.0)}
 
-    def view(self, name: str, key: str) -> Tensor:
+    def read(self, name: str, key: str) -> Tensor:
         return torch.arange(self.slicings[name].numel, dtype=torch.float32) + len(name) + len(key)
 
 
@@ -221,7 +221,7 @@ def convert_another(job: Job, folder: Path) -> list[str]:
     invent(job, folder / "first")
     end = run_child(job, folder / "first", folder / "made", 60)
     left = list((folder / "made.partial" / "written").iterdir())
-    Invented.view = lambda self, name, key: torch.full((self.slicings[name].numel,), 5.0)  # type: ignore[assignment]
+    Invented.read = lambda self, name, key: torch.full((self.slicings[name].numel,), 5.0)  # type: ignore[assignment]
     invent(job, folder / "second")
     convert(read_checkpoint(folder / "second"), job, folder / "made", 1)
     wrong = differing_state(folder / "second", folder / "made", 0.0)
