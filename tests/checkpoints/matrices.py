@@ -1,10 +1,10 @@
-"""Which layout goes on in which other one, as tables.
+"""Which layout resumes in which other one, as tables.
 
 All pairs of layouts would be some ten thousand runs. The tables are pruned by rules that
 `test_matrices` checks:
 
 - `RESHAPE`, in fp32: for any two axes (or one twice) and any value of each, some row is saved with the one
-  and goes on with the other: saved with ZeRO 3, resumed on 4 stages; saved on 2 tensor ranks, resumed with
+  and resumed with the other: saved with ZeRO 3, resumed on 4 stages; saved on 2 tensor ranks, resumed with
   DualPipeV. And each value of each axis occurs on either side with tied and with untied weights.
 - `FORMATS`: for bf16 to bf16, bf16 to fp32 and fp32 to bf16, each value of each axis occurs on either side.
 - `OFFLINE` and `BITS`: each value of each axis, and each format, occurs on either side.
@@ -21,7 +21,7 @@ from collections.abc import Hashable
 
 from tests.checkpoints.layouts import find
 
-Row = tuple[str, str, str]  # weights, saved in, goes on in
+Row = tuple[str, str, str]  # weights, saved in, resumed in
 
 FAST: tuple[Row, ...] = (
     ("tied", "dp2 zero1", "pp2"),

@@ -1,4 +1,4 @@
-"""Runs that go on in another layout, and how they differ from one that was never stopped."""
+"""Runs that resume in another layout, and how they differ from one that was never stopped."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Runs:
         return self.folder / name
 
     def resumed(self, first: str, second: str, fault: Fault = nothing, **options: str) -> tuple[Path, str]:
-        """The folder of a run that went on in another layout, and what it said."""
+        """The folder of a run that resumed in another layout, and what it printed."""
         source = self.trained(first, BEFORE, **options)
         name = f"{source.name} to {second}, {fault.__name__}"
         shutil.copytree(source, self.folder / name)
@@ -72,7 +72,7 @@ def saved(run: Path, step: int) -> Path:
 
 
 def differences(runs: Runs, run: Path, **options: str) -> list[str]:
-    """In what a run that went on is not one rank that was never stopped: losses, weights, moments."""
+    """In what a run that resumed is not one rank that was never stopped: losses, weights, moments."""
     whole = runs.trained("one", STEPS, **options)
     found = []
     for here, there in zip(losses(run), losses(whole), strict=True):

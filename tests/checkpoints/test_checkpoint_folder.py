@@ -267,14 +267,14 @@ def test_the_manifest_lists_every_file_but_itself(tmp_path: Path):
         lambda manifest: manifest.update(format=3),
     ],
 )
-def test_a_manifest_that_was_edited_proves_nothing(change: Callable[[dict], object], tmp_path: Path):
+def test_a_manifest_that_was_edited_is_not_taken(change: Callable[[dict], object], tmp_path: Path):
     path = saved(tmp_path)
     edit_manifest(path, change)
     assert "manifest.json cannot be read" in refusal(path)
 
 
 @pytest.mark.parametrize("length", [0, 1, 100, -1])
-def test_a_manifest_that_was_cut_proves_nothing(length: int, tmp_path: Path):
+def test_a_manifest_that_was_truncated_is_not_taken(length: int, tmp_path: Path):
     path = saved(tmp_path)
     content = (path / "manifest.json").read_bytes().rstrip()
     (path / "manifest.json").write_bytes(content[:length])

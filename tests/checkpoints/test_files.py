@@ -59,7 +59,7 @@ def test_the_last_bytes_are_sent_by_the_end(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_what_the_disk_refuses_early_is_an_error_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The system tells a failed write-back once; a later fsync of the same file would succeed."""
+    """The system reports a failed write-back once; a later fsync of the same file would succeed."""
     refused = threading.Event()
 
     def refuse(_: int) -> None:

@@ -1,4 +1,4 @@
-"""A run that goes on in another layout is the run that was never stopped."""
+"""A run that resumes in another layout is the run that was never stopped."""
 
 from __future__ import annotations
 
@@ -90,30 +90,30 @@ def check(runs: Runs, row: Row, optimizer: str = "AdamW") -> None:
 
 
 @pytest.mark.parametrize("row", FAST, ids=name)
-def test_another_layout_goes_on(row: Row, runs: Runs):
+def test_another_layout_resumes(row: Row, runs: Runs):
     check(runs, row)
 
 
 @pytest.mark.parametrize("row", slow((*FAST, *OTHER), RESHAPE, both_sides), ids=name)
-def test_any_layout_goes_on(row: Row, runs: Runs):
+def test_any_layout_resumes(row: Row, runs: Runs):
     check(runs, row)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", OTHER, ids=name)
-def test_further_layout_goes_on(row: Row, runs: Runs):
+def test_further_layout_resumes(row: Row, runs: Runs):
     check(runs, row)
 
 
 @pytest.mark.parametrize("row", slow((), FORMATS, formats), ids=name)
-def test_other_formats_go_on(row: Row, runs: Runs):
+def test_other_formats_resume(row: Row, runs: Runs):
     model, first, second = row
     run, _ = runs.resumed(first, second, model=model)
     assert is_same([loss for _, loss, _ in losses(run)], runs, model)
 
 
 @pytest.mark.parametrize("row", slow((), OFFLINE, offline), ids=name)
-def test_an_offline_conversion_goes_on(row: Row, runs: Runs):
+def test_an_offline_conversion_resumes(row: Row, runs: Runs):
     model, first, second = row
     run, said = runs.resharded(first, second, model=model)
     assert "; layout changed: " not in said
@@ -136,7 +136,7 @@ def test_an_offline_conversion_goes_on(row: Row, runs: Runs):
     ],
     ids=lambda value: value if isinstance(value, str) else name(value),
 )
-def test_other_optimizers_go_on(row: Row, optimizer: str, runs: Runs):
+def test_other_optimizers_resume(row: Row, optimizer: str, runs: Runs):
     check(runs, row, optimizer)
 
 
@@ -154,7 +154,7 @@ def test_every_optimizer_that_a_job_may_have_is_carried():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["bf16 pp2", "bf16 dp2", "dp2 zero2 round robin"])
-def test_the_same_layout_goes_on_to_the_bit(layout: str, runs: Runs):
+def test_the_same_layout_resumes_to_the_bit(layout: str, runs: Runs):
     """Where DeepSpeed cannot read what it wrote, it is converted all the same."""
     run, said = runs.resumed(layout, layout)
     assert "layout changed" not in said

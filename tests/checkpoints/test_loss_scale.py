@@ -1,4 +1,4 @@
-"""The loss scale of fp16 comes along, into another layout as well; how it acts is for the new JSON to say."""
+"""The loss scale of fp16 comes along, into another layout as well; how it acts is set by the new JSON."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ DUALPIPEV = {**SUMS, "pipeline": {"stages": 2, "schedule": "dualpipev"}, "train_
         *((ZERO_1, STAGES), (STAGES, ZERO_1), (ZERO_1, ZERO_3), (ZERO_3, DUALPIPEV)),
     ],
 )
-def test_its_state_goes_on_as_the_json_says(first: dict, second: dict, tmp_path: Path):
+def test_its_state_continues_as_the_json_says(first: dict, second: dict, tmp_path: Path):
     jobs = [
         job(tmp_path, device="cuda", **layout, fp16=fp16)
         for layout, fp16 in ((first, FP16), (second, FP16), (second, OTHER), (second, FIXED))
@@ -66,13 +66,13 @@ def scalers_around_changes(before: Job, same: Job, other: Job, fixed: Job) -> li
     for seed in (1, 2, 3):
         train(engine, seed)
     save_checkpoint(engine, before, TrainState(step=3))
-    told: list[Any] = [_scaler(engine)]
+    scales: list[Any] = [_scaler(engine)]
     for after in (same, other, fixed):
         engine = _resumed(after)
-        told.append([_scaler(engine), *_scales(engine)])
+        scales.append([_scaler(engine), *_scales(engine)])
     save_checkpoint(engine, fixed, TrainState(step=5))
     engine = _resumed(same)
-    return [*told, [_scaler(engine), *_scales(engine)]]
+    return [*scales, [_scaler(engine), *_scales(engine)]]
 
 
 @pytest.mark.parametrize("second", [ZERO_1, ZERO_3])

@@ -26,12 +26,12 @@ def formats(row: Row) -> tuple[str, str]:
 
 
 def sides(rows: Iterable[Row]) -> tuple[set[Value], set[Value]]:
-    """The values with which something is saved, and those with which it goes on."""
+    """The values with which something is saved, and those with which it is resumed."""
     rows = list(rows)
     return set().union(*(values(row[1]) for row in rows)), set().union(*(values(row[2]) for row in rows))
 
 
-def test_any_value_goes_on_as_any_other():
+def test_any_value_is_resumed_as_any_other():
     seen = {pair for _, first, second in RESHAPE for pair in product(values(first), values(second))}
     assert [pair for pair in product(VALUES, VALUES) if pair not in seen] == []
 

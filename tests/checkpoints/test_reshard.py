@@ -161,7 +161,7 @@ def invented_job(folder: Path, **changes: Any) -> Job:
 
 
 @pytest.mark.slow
-def test_killed_anywhere_the_next_call_goes_on(tmp_path: Path):
+def test_killed_anywhere_the_next_call_continues(tmp_path: Path):
     job = invented_job(tmp_path)
     kills, wrong = run_ranks(convert_killed, 1, job, tmp_path, timeout=120)[0]
     assert wrong == []

@@ -25,13 +25,13 @@ def three(folder: Path) -> Path:
 
 
 def chosen(folder: Path, **options: str) -> tuple[int, str]:
-    """The step that a job in `folder` resumes from, and what is said of it."""
+    """The step that a job in `folder` resumes from, and what is printed of it."""
     selection = select_checkpoint(job_in(folder, **options))
     assert selection.checkpoint is not None
     return selection.checkpoint.state.step, "\n".join(selection.notes)
 
 
-def go_on(folder: Path, path: Path, name: str = "new") -> None:
+def resume_from(folder: Path, path: Path, name: str = "new") -> None:
     """Be a run in `folder` that has loaded the checkpoint at `path`."""
     folder.mkdir(parents=True, exist_ok=True)
     write_lineage(folder, lineage_after(folder, read_checkpoint(path), name))
@@ -147,13 +147,13 @@ def test_a_checkpoint_of_another_run_is_passed_over(tmp_path: Path):
     assert "belongs to another run: seed 7 there, 1234 here" in said
 
 
-def test_a_run_that_went_back_goes_on_from_there(tmp_path: Path):
+def test_a_run_that_went_back_resumes_from_there(tmp_path: Path):
     folder = three(tmp_path)
-    go_on(folder, folder / "global_step1")
+    resume_from(folder, folder / "global_step1")
     step, said = chosen(tmp_path)
     assert step == 1
     assert "was left behind" in said
-    go_on(folder, folder / "global_step1", "another")  # a crash before the first save changes nothing
+    resume_from(folder, folder / "global_step1", "another")  # a crash before the first save changes nothing
     assert read_lineage(folder).branches == (("new", 1),)
     shutil.rmtree(folder / "global_step2")
     saved(tmp_path, TrainState(step=2))
@@ -163,10 +163,10 @@ def test_a_run_that_went_back_goes_on_from_there(tmp_path: Path):
 def test_a_run_may_change_its_mind(tmp_path: Path):
     """Back to 1, on to another 2, then to the 3 that was left behind: the other 2 is none of its past."""
     folder = three(tmp_path)
-    go_on(folder, folder / "global_step1")
+    resume_from(folder, folder / "global_step1")
     shutil.rmtree(folder / "global_step2")
     saved(tmp_path, TrainState(step=2))
-    go_on(folder, folder / "global_step3", "third")
+    resume_from(folder, folder / "global_step3", "third")
     assert chosen(tmp_path)[0] == 3
     _truncate(folder / "global_step3")
     assert chosen(tmp_path)[0] == 1
@@ -181,7 +181,7 @@ def test_what_was_passed_over_does_not_count_when_it_comes_back(lost: str, tmp_p
     if not lost:
         (folder / "global_step3").mkdir()
     assert chosen(tmp_path)[0] == 2
-    go_on(folder, folder / "global_step2")
+    resume_from(folder, folder / "global_step2")
     if not lost:
         (folder / "global_step3").rmdir()
     away.rename(folder / "global_step3" / lost)
@@ -193,17 +193,17 @@ def test_what_was_passed_over_does_not_count_when_it_comes_back(lost: str, tmp_p
 def test_a_checkpoint_that_was_moved_aside_can_be_returned_to(tmp_path: Path):
     """Back to 1, on to another 2, then to the first 2 by its new name."""
     folder = three(tmp_path)
-    go_on(folder, folder / "global_step1")
+    resume_from(folder, folder / "global_step1")
     (folder / "global_step2").rename(aside := folder / "global_step2.left_behind")
     saved(tmp_path, TrainState(step=2))
     assert select_checkpoint(job_in(tmp_path)).checkpoint.path == folder / "global_step2"
-    go_on(folder, aside, "third")
+    resume_from(folder, aside, "third")
     assert select_checkpoint(job_in(tmp_path)).checkpoint.path == aside
 
 
 def test_going_on_from_the_newest_is_no_branch(tmp_path: Path):
     folder = three(tmp_path)
-    go_on(folder, folder / "global_step3")
+    resume_from(folder, folder / "global_step3")
     assert read_lineage(folder).branches == ()
 
 
@@ -212,7 +212,7 @@ def test_a_run_that_came_from_another_folder_remembers_it(tmp_path: Path):
     here = tmp_path / "here"
     here.mkdir()
     own = saved(here, TrainState(step=5)).parent
-    go_on(own, source / "global_step2")
+    resume_from(own, source / "global_step2")
     step, said = chosen(here)
     assert step == 2
     assert "global_step5: it was left behind" in said
@@ -230,7 +230,7 @@ def test_a_lineage_that_cannot_be_read_is_a_problem_until_a_checkpoint_is_named(
     (folder / "lineage.json").write_text("{", encoding="utf-8")
     (problem,) = examine_resume(job_in(tmp_path)).problems
     assert "lineage.json" in str(problem.value) and "--resume PATH" in problem.remedy
-    go_on(folder, folder / "global_step2")
+    resume_from(folder, folder / "global_step2")
     assert chosen(tmp_path)[0] == 2
 
 

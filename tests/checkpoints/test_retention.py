@@ -15,7 +15,7 @@ from pipeline.checkpoints.folder import remove_leftovers, retain
 from pipeline.checkpoints.manifest import TrainState
 from pipeline.checkpoints.resume import select_checkpoint
 from tests.checkpoints.saved_runs import job_in, saved
-from tests.checkpoints.test_resume import go_on
+from tests.checkpoints.test_resume import resume_from
 from tests.job.drafts import draft, found
 
 
@@ -77,7 +77,7 @@ def test_what_is_not_the_runs_own_stays(tmp_path: Path):
 
 def test_what_a_run_left_behind_stays(tmp_path: Path):
     folder, _ = run_of(tmp_path, 4)
-    go_on(folder, folder / "global_step2")
+    resume_from(folder, folder / "global_step2")
     shutil.rmtree(folder / "global_step3")
     saved(tmp_path, TrainState(step=3))
     retain(folder, 3, job_in(tmp_path, keep_last=1).saves)
@@ -110,7 +110,7 @@ def test_a_kill_in_the_middle_of_a_removal_leaves_nothing_half(
     assert kept(folder) == [3]
 
 
-def test_of_a_link_only_the_link_is_removed_and_later_saves_go_on(tmp_path: Path):
+def test_of_a_link_only_the_link_is_removed_and_later_saves_continue(tmp_path: Path):
     folder, _ = run_of(tmp_path, 3)
     archive = tmp_path / "archive"
     (folder / "global_step2").rename(archive)
@@ -125,7 +125,7 @@ def test_of_a_link_only_the_link_is_removed_and_later_saves_go_on(tmp_path: Path
     assert (archive / "manifest.json").exists()
 
 
-def test_what_cannot_be_removed_is_told_and_harms_nothing(
+def test_what_cannot_be_removed_is_reported_and_harms_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     folder, _ = run_of(tmp_path, 3)

@@ -38,7 +38,7 @@ def test_each_host_keeps_its_own_and_gets_what_it_needs(name: str, tmp_path: Pat
     for host in ("host0", "host1"):
         (tmp_path / host).mkdir()
         jobs.append(job(tmp_path / host, optimizer=ADAM, **LAYOUTS[name]))
-    assert run_ranks(save_and_go_on, 2, jobs) == [True, True]
+    assert run_ranks(save_and_resume, 2, jobs) == [True, True]
     checkpoints = [read_checkpoint(tmp_path / h / "run/checkpoints/global_step1") for h in ("host0", "host1")]
     assert [each.shared for each in checkpoints] == [False, False]
     assert checkpoints[0].files == checkpoints[1].files
@@ -47,7 +47,7 @@ def test_each_host_keeps_its_own_and_gets_what_it_needs(name: str, tmp_path: Pat
         assert all((each.path / name).exists() for name in own)
 
 
-def save_and_go_on(jobs: list[Job]) -> bool:
+def save_and_resume(jobs: list[Job]) -> bool:
     """Two steps in one go, and with a stop between, are the same."""
     mine = jobs[int(os.environ["RANK"])]
     engine = on_own_host(start(mine))

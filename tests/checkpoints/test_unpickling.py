@@ -154,11 +154,11 @@ def save_once(job: Job) -> None:
 def refused(job: Job, path: Path) -> bool:
     """Whether loading a checkpoint, whose files are changed, is refused because of what they would call."""
     with pytest.raises(JobError, match=r"would call posix\.system"):
-        load_checkpoint(start(job), _unproven(path))
+        load_checkpoint(start(job), _unverified(path))
     return True
 
 
-def _unproven(path: Path) -> Any:
+def _unverified(path: Path) -> Any:
     """The checkpoint, whatever the sizes of its files are now."""
     from pipeline.checkpoints import manifest
 

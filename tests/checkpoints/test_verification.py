@@ -107,7 +107,7 @@ def test_a_foreign_pickle_with_its_digest_is_refused_not_passed_over(tmp_path: P
 
 
 def test_all_ranks_agree(tmp_path: Path):
-    """One of them finds the flipped bit, or the foreign file; all of them go on, or not, in the same way."""
+    """One of them finds the flipped bit, or the foreign file; all continue, or not, in the same way."""
     folder = three(tmp_path)
     for step in (1, 2, 3):
         path = folder / f"global_step{step}"
@@ -149,7 +149,7 @@ def outcome(job: Job, parallel: Parallel, local_rank: int = 0) -> Any:
     return agreed.checkpoint and agreed.checkpoint.state.step
 
 
-def test_hosts_without_a_common_file_system_prove_their_own(tmp_path: Path):
+def test_hosts_without_a_common_file_system_verify_their_own(tmp_path: Path):
     """Each rank is a host with a folder of its own. Step 3 was saved on one of them only."""
     jobs = [two_hosts(tmp_path / name) for name in ("whole", "exchanged", "fresh", "damaged")]
     shutil.rmtree(tmp_path / "whole" / "host1" / "run" / "checkpoints" / "global_step3")
