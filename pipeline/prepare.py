@@ -6,26 +6,25 @@ interrupted, the same command continues.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import tyro
 
 from pipeline.base.command import run_command, show_messages
 from pipeline.base.fields import range_problems
-from pipeline.base.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem
+from pipeline.base.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem, job_error
 from pipeline.base.words import counted
 from pipeline.data.corpus import Corpus, data_problems, find_corpus
 from pipeline.data.inputs import token_prefix
 from pipeline.data.preparation import PreparationProgress, Rules, usual_workers, write_tokens
 from pipeline.data.remote_cache import RemoteCache
-from pipeline.data.token_file import open_token_file
-from pipeline.data.token_report import TokenReport
+from pipeline.data.token_file import TokenFile, open_token_file
 from pipeline.data.tokenizer import (
     BESIDE_TOKENS,
     Tokenizer,
@@ -38,6 +37,9 @@ from pipeline.job.options import BadRecord, Count, Gigabytes, read_command_line
 from pipeline.job.report import console, print_interruption, print_problems
 
 PROGRAM = "python -m pipeline.prepare"
+# Of --inspect: the histogram's width, and what is shown and counted of large files.
+_BAR, _SHOWN_DOCUMENTS, _SHOWN_TOKENS = 40, 3, 60
+_COUNTED_TOKENS = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -83,9 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_problems(console(stderr=True), error.problems)
         return EXIT_WRONG_JOB
     except BrokenPipeError:
-        # Who reads the output, `head` say, has enough. Nothing may be written at exit either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_FAILED
+        raise  # no interruption: the reader of the output, `head` say, has ended, as `run_command` expects
     except (OSError, KeyboardInterrupt) as error:
         print_interruption(error)
         return EXIT_FAILED
@@ -96,18 +96,14 @@ def _problems(options: PrepareOptions) -> list[Problem]:
     """Everything that is wrong with the command line."""
     problems = list(data_problems(options.inputs))
     if not options.inputs:
-        problems.append(Problem("inputs", "", "there are none", "Name files or folders with text"))
+        problems.append(Problem("inputs", "", "there are none", "Give files or folders with text"))
     if options.output is None and not options.inspect:
-        rule = "says where the token files go"
-        problems.append(Problem("output", None, rule, "Give --output PREFIX, or --inspect to look at some"))
+        rule = "is required unless token files are inspected"
+        problems.append(Problem("output", None, rule, "Give --output PREFIX, or --inspect"))
     if options.output is None:
-        problems += [
-            Problem(
-                "inputs", path, "is no PREFIX of token files", "Give one, or --output PREFIX to make some"
-            )
-            for path in options.inputs
-            if token_prefix(path) is None
-        ]
+        rule, remedy = "is no PREFIX of token files", "Give one, or --output PREFIX to make some"
+        unprepared = [path for path in options.inputs if token_prefix(path) is None]
+        problems += [Problem("inputs", path, rule, remedy) for path in unprepared]
     problems += range_problems(options)
     if options.train_tokenizer is not None and options.output is None:
         rule = "is saved beside the token files"
@@ -130,17 +126,14 @@ def _prepare(options: PrepareOptions, prefix: str) -> None:
 
 def _prepare_local(options: PrepareOptions, prefix: str, corpus: Corpus) -> None:
     if corpus.token_files:
-        rule = "holds tokens already"
-        raise JobError(
-            [Problem("inputs", name, rule, "Give text, or name it in --data") for name in corpus.token_files]
-        )
+        rule, remedy = "holds tokens already", "Give text, or use it with --data as it is"
+        raise JobError(Problem("inputs", name, rule, remedy) for name in corpus.token_files)
     rules = Rules(options.text_field, options.on_bad_record)  # type: ignore[arg-type]
     folder = Path(f"{prefix}{BESIDE_TOKENS}")
     tokenizer = _tokenizer(options, corpus, rules, folder)
     workers = options.workers or usual_workers(corpus)
     size = sum(file.size for file in corpus.files)
-    parts = counted(len(corpus.files), "file"), f"{size / 1e6:,.1f} MB", counted(workers, "worker")
-    _say(", ".join(parts))
+    _say(f"{counted(len(corpus.files), 'file')}, {size / 1e6:,.1f} MB, {counted(workers, 'worker')}")
     line = _ProgressLine()
     show_messages(line.say)
     description = write_tokens(prefix, corpus, tokenizer, rules, workers, line)
@@ -153,20 +146,14 @@ def _prepare_local(options: PrepareOptions, prefix: str, corpus: Corpus) -> None
 
 
 def _tokenizer(options: PrepareOptions, corpus: Corpus, rules: Rules, folder: Path) -> Tokenizer:
-    """The tokenizer to use; `folder` is its place beside the tokens."""
+    """The tokenizer to use; `folder` is where it is saved, beside the tokens."""
     if options.train_tokenizer is not None:
         return train_tokenizer(corpus, rules, options.train_tokenizer, folder)
     tokenizer = load_tokenizer(options.tokenizer)
     if folder.exists() and tokenizer_facts(str(folder)).identity != tokenizer.identity:
         rule = f"{folder} holds another tokenizer"
-        raise JobError([Problem("tokenizer", options.tokenizer, rule, "Remove it, or use another PREFIX")])
+        raise job_error("tokenizer", options.tokenizer, rule, "Remove it, or use another PREFIX")
     return tokenizer
-
-
-def _inspect(prefix: str, tokenizer: str | None) -> None:
-    name = chosen_tokenizer(tokenizer, [prefix])
-    for line in TokenReport(prefix, open_token_file(prefix), load_tokenizer(name)).lines():
-        print(line)
 
 
 def _say(message: str) -> None:
@@ -174,7 +161,7 @@ def _say(message: str) -> None:
 
 
 class _ProgressLine:
-    """One line that is written over on a terminal; a line every ten seconds elsewhere."""
+    """On a terminal one line that is overwritten; otherwise a line every ten seconds."""
 
     def __init__(self) -> None:
         self._terminal = sys.stdout.isatty()
@@ -183,11 +170,10 @@ class _ProgressLine:
     def __call__(self, progress: PreparationProgress) -> None:
         if time.monotonic() < self._next:
             return
-        text = progress_text(progress)
         if self._terminal:
-            print(f"\r{text:<100}", end="", flush=True)
+            print(f"\r{progress!s:<100}", end="", flush=True)
         else:
-            _say(text)
+            _say(str(progress))
             self._next = time.monotonic() + 10
 
     def say(self, message: str) -> None:
@@ -196,20 +182,57 @@ class _ProgressLine:
         _say(message)
 
 
-def progress_text(progress: PreparationProgress) -> str:
-    """The line about a preparation under way."""
-    counts, left = progress.counts, progress.seconds_left
-    return (
-        f"{progress.share:6.1%}  {counts.documents:,} documents ({progress.documents_per_second:,.0f}/s)"
-        f"  {counts.tokens:,} tokens ({progress.tokens_per_second:,.0f}/s)"
-        f"  {'' if left is None else _time(left) + ' left'}"
+def _inspect(prefix: str, tokenizer_name: str | None) -> None:
+    """Print what is in token files: counts, lengths, ids, and the beginnings of the first documents."""
+    tokenizer = load_tokenizer(chosen_tokenizer(tokenizer_name, [prefix]))
+    for line in _report(prefix, open_token_file(prefix), tokenizer):
+        print(line)
+
+
+def _report(prefix: str, file: TokenFile, tokenizer: Tokenizer) -> Iterator[str]:
+    lengths, tokens = np.diff(file.offsets), file.tokens
+    megabytes = Path(f"{prefix}.bin").stat().st_size / 1e6
+    size = f"{megabytes:,.1f} MB of {tokens[:0].dtype.name}"
+    yield f"{prefix}: {file.num_documents:,} documents, {len(tokens):,} tokens, {size}"
+    yield f"tokenizer: {file.tokenizer_hash or 'unknown: no description beside the files'}"
+    if file.num_skipped:
+        yield f"skipped while preparing: {file.num_skipped:,}"
+    if not len(lengths):
+        return
+    yield (
+        f"tokens per document: least {lengths.min():,}, median {int(np.median(lengths)):,}, "
+        f"mean {lengths.mean():,.1f}, most {lengths.max():,}"
     )
+    yield from _histogram(lengths)
+    yield from _ids(file, tokenizer.vocab_size)
+    for number in range(min(_SHOWN_DOCUMENTS, file.num_documents)):
+        begin, end = file.offsets[number : number + 2].tolist()
+        shown = tokens[begin : min(end, begin + _SHOWN_TOKENS)]
+        text = tokenizer.decode(shown[(shown >= 0) & (shown < tokenizer.vocab_size)].tolist())
+        more = f" ... ({end - begin:,} tokens)" if end - begin > _SHOWN_TOKENS else ""
+        yield f"document {number}: {text!r}{more}"
 
 
-def _time(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}"
+def _histogram(lengths: np.ndarray) -> Iterator[str]:
+    """One line for each power of two."""
+    classes = np.bincount(np.frexp(np.maximum(lengths, 1).astype(np.float64) - 0.5)[1].clip(0))
+    for power, count in enumerate(classes.tolist()):
+        if count:
+            low = (1 << power >> 1) + 1 if power else 0
+            bar = "#" * max(round(_BAR * count / max(classes)), 1)
+            yield f"{low:>13,} to {1 << power:<13,} {count:>13,} {bar}"
+
+
+def _ids(file: TokenFile, vocabulary: int) -> Iterator[str]:
+    tokens, half = file.tokens, _COUNTED_TOKENS // 2
+    whole = len(tokens) <= _COUNTED_TOKENS
+    parts = [tokens[:]] if whole else [tokens[:half], tokens[len(tokens) - half :]]
+    used = np.unique(np.concatenate([np.unique(part) for part in parts]))
+    found = f"{len(used):,} of the tokenizer's {vocabulary:,} are used"
+    note = "" if whole else f" (of the first and last {half:,} tokens)"
+    yield f"ids: {used.min():,} to {used.max():,}, {found}{note}"
+    if used.max() >= vocabulary:
+        yield f"WARNING: ids above {vocabulary - 1:,} are not this tokenizer's; give theirs (--tokenizer)"
 
 
 if __name__ == "__main__":

@@ -6,19 +6,19 @@ import hashlib
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.data.blend import Blend
 from pipeline.data.packing import PackedDataset, Samples
 
 PADDING_SAMPLE = -1
-# A waiting thread looks this often, in seconds, whether the other side is gone.
+# Seconds between a waiting thread's checks whether the loader is closed.
 _POLL = 0.1
 
 
@@ -101,7 +101,7 @@ def digest(step: StepBatch) -> int:
 def eval_batches(
     dataset: PackedDataset, num_samples: int, micro_batch_size: int, data_rank: int, data_size: int
 ) -> tuple[MicroBatch, ...]:
-    """The first `num_samples` held-out samples (all, if there are fewer), the share of `data_rank`.
+    """The share of `data_rank` of the first `num_samples` validation samples (all, if there are fewer).
 
     Together the data ranks hold the same samples in every layout, each once. Every rank gets the same
     number of micro-batches, at least one, of the same shape; rows beyond the last sample are zeros
@@ -151,18 +151,8 @@ class BatchSizes(Protocol):
     def accumulation_steps(self) -> int: ...
 
 
-class SampleOrder(Protocol):
-    """An endless order of samples: a `Blend`, or a single `PackedDataset`."""
-
-    @property
-    def sequence_length(self) -> int: ...
-
-    def read(self, positions: Sequence[int] | np.ndarray) -> Samples:
-        """The samples at `positions` of the order, from 0 on."""
-
-
 def read_step(
-    dataset: SampleOrder, batch: BatchSizes, data_rank: int, data_size: int, first: int
+    dataset: Blend | PackedDataset, batch: BatchSizes, data_rank: int, data_size: int, first: int
 ) -> StepBatch:
     """The share of `data_rank` in the global batch that starts after `first` consumed samples.
 
@@ -184,8 +174,8 @@ def read_step(
 class BatchLoader:
     """Endless `StepBatch`es of one data rank, from `start` consumed samples on.
 
-    Sequence, tensor and pipeline peers build it with the same arguments and get the same batches. The
-    thread starts with the first batch asked for, and keeps at most `prefetch` steps ready. An error
+    Ranks that differ only in sequence, tensor or pipeline rank build it with the same arguments and get the
+    same batches. The thread starts with the first ``next`` and keeps at most `prefetch` steps ready. An error
     while reading is raised by ``next``; use it as a context manager, or call `close`.
 
     Attributes:
@@ -197,7 +187,7 @@ class BatchLoader:
 
     def __init__(
         self,
-        dataset: SampleOrder,
+        dataset: Blend | PackedDataset,
         batch: BatchSizes,
         data_rank: int,
         data_size: int,
@@ -256,9 +246,7 @@ class BatchLoader:
     def __enter__(self) -> BatchLoader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _run(self) -> None:

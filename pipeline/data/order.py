@@ -25,7 +25,7 @@ from typing import Protocol
 import numpy as np
 
 from pipeline.base.files import file_lock, remove_unfinished, replaced_atomically
-from pipeline.base.problems import JobError, Problem
+from pipeline.base.problems import job_error
 
 # Constants of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014).
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -158,7 +158,7 @@ def split_documents(
     if num_documents < 2:
         rule = f"documents are held out whole, and {name} is a single document"
         remedy = "Set it to 0, or give the data in several files"
-        raise JobError([Problem("eval_fraction", eval_fraction, rule, remedy)])
+        raise job_error("eval_fraction", eval_fraction, rule, remedy)
     count = min(max(round(num_documents * eval_fraction), 1), num_documents - 1)
     held_out = np.sort(Order(num_documents, seed, "held out")(np.arange(count)))
     return Complement(num_documents, held_out), held_out

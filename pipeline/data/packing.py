@@ -9,7 +9,7 @@ that every token but the first is predicted exactly once:
     sample 1          e f g h i             inputs e f g h, labels f g h i
     tail                        i j k       fewer than S labels left: dropped, or padded and masked
 
-A training set drops the tail (the next epoch's shuffle puts other tokens there); a held-out set keeps
+A training set drops the tail (the next epoch's shuffle puts other tokens there); a validation set keeps
 it, so that its loss covers each of its tokens.
 
 Sample i of an epoch, and so position p of the endless order, is a pure function of tokens, documents, seed
@@ -19,7 +19,7 @@ samples.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -39,7 +39,7 @@ class Samples:
         num_labels: [rows] int64; labels at and after this position are padding.
         indices: [rows] int64; epoch * samples per epoch + number of the sample in its epoch.
         documents: [rows, S + 1] int64, each token's document, counted from 0 in its row; padding is one of
-            its own. None where nobody asked for it.
+            its own. None unless the packing finds documents.
         counted: [rows, S] bool, False where the label begins another document than its input ends; None
             where those count like any other.
         sources: [rows] int64, number of the blend's source; None where there is one.
@@ -70,9 +70,9 @@ class Packing:
         sequence_length: S, inputs (and labels) per sample.
         seed: Chooses the orders, together with the epoch.
         keep_tail: Pad the last sample of an epoch instead of dropping it.
-        find_documents: Say which document each token belongs to.
-        mask_document_end: Do not count what follows a document's last token.
-        vocab_size: Ids from here on are refused when they are read; None takes any.
+        find_documents: Return the document of each token.
+        mask_document_end: Do not count the label after a document's last token.
+        vocab_size: Ids from here on are refused when they are read; None allows any.
     """
 
     sequence_length: int
@@ -137,34 +137,35 @@ class PackedDataset:
         Raises:
             TokenError: a token id beyond the vocabulary.
         """
-        epochs, places = np.divmod(np.asarray(positions, dtype=np.int64), self.samples_per_epoch)
-        shape = (len(epochs), self.sequence_length + 1)
+        shape = (len(positions), self.sequence_length + 1)
         tokens = np.zeros(shape, dtype=np.int64)
         documents = None
         if self.packing.find_documents or self.packing.mask_document_end:
             documents = np.zeros(shape, dtype=np.int64)
-        num_labels = np.empty(len(epochs), dtype=np.int64)
-        numbers = np.empty(len(epochs), dtype=np.int64)
-        for epoch in np.unique(epochs).tolist():
-            rows = np.flatnonzero(epochs == epoch)
-            orders = self._epoch(epoch)
-            numbers[rows] = orders.samples(places[rows])
-            num_labels[rows] = self._fill(tokens, documents, rows, orders, numbers[rows]) - 1
+        num_labels, indices = np.empty((2, len(positions)), dtype=np.int64)
+        for epoch, rows, numbers in self._by_epoch(positions):
+            indices[rows] = epoch * self.samples_per_epoch + numbers
+            num_labels[rows] = self._fill(tokens, documents, rows, self._epoch(epoch), numbers) - 1
         self._check(tokens)
         counted = documents[:, 1:] == documents[:, :-1] if self.packing.mask_document_end else None
-        indices = epochs * self.samples_per_epoch + numbers
-        return Samples(
-            tokens, num_labels, indices, documents if self.packing.find_documents else None, counted
-        )
+        shown = documents if self.packing.find_documents else None
+        return Samples(tokens, num_labels, indices, shown, counted)
 
     def indices(self, positions: Sequence[int] | np.ndarray) -> np.ndarray:
         """`Samples.indices` at `positions`, [positions] int64, without reading their tokens."""
+        indices = np.empty(len(positions), dtype=np.int64)
+        for epoch, rows, numbers in self._by_epoch(positions):
+            indices[rows] = epoch * self.samples_per_epoch + numbers
+        return indices
+
+    def _by_epoch(
+        self, positions: Sequence[int] | np.ndarray
+    ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Each epoch of `positions`, which of them are in it, and the numbers of their samples there."""
         epochs, places = np.divmod(np.asarray(positions, dtype=np.int64), self.samples_per_epoch)
-        numbers = np.empty_like(places)
         for epoch in np.unique(epochs).tolist():
             rows = np.flatnonzero(epochs == epoch)
-            numbers[rows] = self._epoch(epoch).samples(places[rows])
-        return epochs * self.samples_per_epoch + numbers
+            yield epoch, rows, self._epoch(epoch).samples(places[rows])
 
     def _make_epoch(self, epoch: int) -> _Epoch:
         return _Epoch(
@@ -206,19 +207,13 @@ class PackedDataset:
     def _check(self, tokens: np.ndarray) -> None:
         if self.packing.vocab_size is None or not tokens.size:
             return
-        worst = _worst(tokens)
-        if not 0 <= worst < self.packing.vocab_size:
+        least, greatest = int(tokens.min()), int(tokens.max())
+        if least < 0 or greatest >= self.packing.vocab_size:
             raise TokenError(
-                f"the data holds the token id {worst}, and the model's vocabulary has the ids 0 .. "
-                f"{self.packing.vocab_size - 1}: the tokens were made with another tokenizer, or "
-                "the file is damaged"
+                f"the data holds the token id {least if least < 0 else greatest}, and the model's vocabulary "
+                f"has the ids 0 .. {self.packing.vocab_size - 1}: the tokens were made with another "
+                "tokenizer, or the file is damaged"
             )
-
-
-def _worst(tokens: np.ndarray) -> int:
-    """The least id if it is negative, else the greatest."""
-    least = int(tokens.min())
-    return least if least < 0 else int(tokens.max())
 
 
 def _num_tokens(offsets: np.ndarray, documents: Complement | np.ndarray) -> int:

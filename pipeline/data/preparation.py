@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -68,6 +69,13 @@ class PreparationProgress:
     tokens_per_second: float
     seconds_left: float | None
     counts: Counts
+
+    def __str__(self) -> str:
+        left = "" if self.seconds_left is None else f"{timedelta(seconds=round(self.seconds_left))} left"
+        return (
+            f"{self.share:6.1%}  {self.counts.documents:,} documents ({self.documents_per_second:,.0f}/s)"
+            f"  {self.counts.tokens:,} tokens ({self.tokens_per_second:,.0f}/s)  {left}"
+        )
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -176,7 +184,7 @@ def _write_all(
             if problems:
                 break  # those of one task, about a megabyte, are reported together
             if task.after is not None:
-                writer.commit_now_and_then(task.after)
+                writer.commit_sometimes(task.after)
             meter.update(task.bytes_done)
     if problems:
         raise JobError(problems)

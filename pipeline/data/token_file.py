@@ -29,7 +29,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from pipeline.base.problems import JobError, Problem
+from pipeline.base.problems import Problem, job_error
 from pipeline.data.corpus import Skipped
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -48,7 +48,7 @@ _BLOCKS = 256
 
 
 class FormatError(ValueError):
-    """The two files are not what the format says, or not of each other."""
+    """The two files do not follow the format, or do not belong together."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,9 @@ class Index:
     pointers: np.ndarray
     documents: np.ndarray
 
-    @property
-    def num_documents(self) -> int:
-        return len(self.documents) - 1
-
 
 def read_index(path: Path) -> Index:
-    """Map an index; its arrays are not looked at yet, see `document_offsets`.
+    """Map an index; its arrays are checked later, see `document_offsets`.
 
     Raises:
         FormatError: another kind of file, another version, ids that are no integers, or a wrong length.
@@ -82,10 +78,10 @@ def read_index(path: Path) -> Index:
     with path.open("rb") as stream:
         head = stream.read(HEADER.size)
     if len(head) < HEADER.size or not head.startswith(MAGIC):
-        raise FormatError(f"{path.name} does not begin as an index of tokens does")
+        raise FormatError(f"{path.name} does not begin like an index of tokens")
     _, version, code, sequences, boundaries = HEADER.unpack(head)
     if version != VERSION:
-        raise FormatError(f"{path.name} has version {version}, and only version {VERSION} is known")
+        raise FormatError(f"{path.name} has version {version}, and only version {VERSION} is supported")
     if code not in DTYPES:
         raise FormatError(f"{path.name} says that ids are {_FLOATS.get(code, f'of type code {code}')}")
     expected = HEADER.size + 12 * sequences + 8 * boundaries
@@ -199,12 +195,12 @@ def _mapped(path: Path, dtype: str, offset: int, count: int) -> np.ndarray:
 
 
 class TokenError(RuntimeError):
-    """The tokens cannot be trained on: ids beyond the vocabulary, or files that changed under the run."""
+    """The tokens cannot be trained on: ids beyond the vocabulary, or files that changed during the run."""
 
 
 @dataclass(frozen=True)
 class WatchedFile:
-    """What a file was like: bytes, time of the last change in nanoseconds, and which file its name meant."""
+    """A file's state when it was opened: bytes, time of the last change in nanoseconds, and inode."""
 
     path: Path
     size: int
@@ -222,7 +218,7 @@ class WatchedFile:
         return cls(path, status.st_size, status.st_mtime_ns, status.st_ino)
 
     def check(self) -> None:
-        """Costs two microseconds, so that every batch can ask.
+        """Takes two microseconds, so that every batch can call it.
 
         Raises:
             TokenError: the file was written to, replaced or removed.
@@ -230,11 +226,11 @@ class WatchedFile:
         try:
             now = WatchedFile.of(self.path)
         except OSError as error:
-            raise TokenError(f"{self.path} cannot be found any more ({error.strerror})") from error
+            raise TokenError(f"{self.path} cannot be read any more ({error.strerror})") from error
         if now != self:
             raise TokenError(
-                f"{self.path} changed under the run ({self.size:,} bytes when it was opened, {now.size:,} "
-                f"now): its samples are no longer those that the order was made for"
+                f"{self.path} changed during the run ({self.size:,} bytes when it was opened, {now.size:,} "
+                f"now): its samples are no longer those of the sample order"
             )
 
 
@@ -243,11 +239,11 @@ class TokenFile:
     """The tokens of a corpus.
 
     Attributes:
-        tokens: [tokens], memory-mapped and read-only; or several files behind one another, `JoinedTokens`.
+        tokens: [tokens], memory-mapped and read-only; or several files one after the other, `JoinedTokens`.
         offsets: Document j is ``tokens[offsets[j]:offsets[j + 1]]``; [documents + 1] int64.
         fingerprint: Hash of offsets and tokens: equal on two hosts that hold the same data. Of files over
             64 MB it covers the sizes and 256 blocks of 16 KB.
-        tokenizer_hash: Identity of the tokenizer that made them; None where no description says.
+        tokenizer_hash: Identity of the tokenizer that made them; None without a description.
         vocab_size: That tokenizer's; None likewise.
         max_token: Highest id; of large files without a description, in the blocks of the fingerprint.
         skipped: Files and records that gave no document; the first of them.
@@ -267,9 +263,14 @@ class TokenFile:
     def num_documents(self) -> int:
         return len(self.offsets) - 1
 
+    @property
+    def parts(self) -> tuple[np.ndarray, ...]:
+        """The arrays of its files."""
+        return self.tokens.parts if isinstance(self.tokens, JoinedTokens) else (self.tokens,)
+
 
 class JoinedTokens:
-    """Several token arrays behind one another, to be read in slices."""
+    """Several token arrays one after the other, to be read in slices."""
 
     def __init__(self, parts: Sequence[np.ndarray]) -> None:
         self.parts = tuple(parts)
@@ -296,7 +297,7 @@ def open_token_file(prefix: str) -> TokenFile:
     """Map ``PREFIX.bin`` with the documents of ``PREFIX.idx``.
 
     Raises:
-        JobError: a file is missing, damaged, or not the other's.
+        JobError: a file is missing or damaged, or the two do not belong together.
     """
     path = Path(f"{prefix}.bin")
     try:
@@ -322,11 +323,11 @@ def open_token_file(prefix: str) -> TokenFile:
         )
     except FileNotFoundError as error:
         rule = f"{error.filename} is missing; token files are PREFIX.bin and PREFIX.idx, both"
-        raise JobError([Problem("data", prefix, rule, "Bring back that file, or prepare again")]) from error
+        raise job_error("data", prefix, rule, "Restore that file, or prepare again") from error
     except (OSError, FormatError, ValueError, KeyError, TypeError, AttributeError) as error:
-        rule = f"cannot be used: {error}" if isinstance(error, FormatError) else _damaged(error)
-        remedy = "Fetch or prepare both files again"
-        raise JobError([Problem("data", prefix, rule, remedy)]) from error
+        reason = f"{type(error).__name__}: {error}"
+        rule = f"cannot be used: {error}" if isinstance(error, FormatError) else f"is damaged ({reason})"
+        raise job_error("data", prefix, rule, "Download or prepare both files again") from error
 
 
 def join_token_files(names: Sequence[str], files: Sequence[TokenFile]) -> TokenFile:
@@ -347,12 +348,12 @@ def join_token_files(names: Sequence[str], files: Sequence[TokenFile]) -> TokenF
     if len(known) > 1:
         made = ", ".join(f"{name} with {identity}" for identity, name in known.items())
         rule = f"the sources were made with different tokenizers: {made}"
-        raise JobError([Problem("data", " ".join(names), rule, "Prepare them with one tokenizer")])
+        raise job_error("data", " ".join(names), rule, "Prepare them with one tokenizer")
     begins = np.cumsum([0, *(int(file.offsets[-1]) for file in files)])
     ends = [file.offsets[1:] + begin for file, begin in zip(files, begins[:-1], strict=True)]
     fingerprint = hashlib.blake2b("".join(file.fingerprint for file in files).encode(), digest_size=16)
     return TokenFile(
-        JoinedTokens([_plain(file.tokens) for file in files]),
+        JoinedTokens([part for file in files for part in file.parts]),
         np.concatenate([[0], *ends]).astype(np.int64),
         fingerprint.hexdigest(),
         next(iter(known), None),
@@ -375,12 +376,6 @@ def token_problems(name: str, file: TokenFile, identity: str, vocab_size: int) -
     return []
 
 
-def _plain(tokens: np.ndarray | JoinedTokens) -> np.ndarray:
-    if isinstance(tokens, JoinedTokens):
-        raise TypeError("joined token files cannot be joined again")
-    return tokens
-
-
 def _description(path: Path) -> dict[str, Any]:
     """PREFIX.json; empty where there is none, as beside other programs' files."""
     if not path.exists():
@@ -391,14 +386,10 @@ def _description(path: Path) -> dict[str, Any]:
     return content if str(content.get("format", "")).startswith("MMIDIDX") else {}
 
 
-def _damaged(error: Exception) -> str:
-    return f"the token files are damaged ({type(error).__name__}: {error})"
-
-
 def _mapped_tokens(path: Path, dtype: np.dtype) -> np.ndarray:
     tokens = np.memmap(path, dtype, "r")
     if path.stat().st_size > _READ_WHOLE and isinstance(tokens.base, mmap.mmap):
-        # Samples lie anywhere: reading ahead at each of them would read many times what is used.
+        # Samples are read at random places: reading ahead at each would read many times what is used.
         tokens.base.madvise(mmap.MADV_RANDOM)
     return tokens
 

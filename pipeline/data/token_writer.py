@@ -1,11 +1,11 @@
-"""Writing token files so that a kill costs seconds, and nobody ever sees half of one.
+"""Writing token files: a killed writer loses seconds of work, and no program ever sees an unfinished file.
 
     PREFIX.bin.partial     tokens so far
-    PREFIX.sizes.partial   length of each document so far, int64
-    PREFIX.progress.json   how much of both is sure to be on the disk, and where in the input that is
+    PREFIX.sizes.partial   length of each document so far, int64; locked by the writer
+    PREFIX.progress.json   how much of both is on the disk, and the position in the input that belongs to it
 
-When all is written the files take their names: .bin, .json, and at last .idx, without which no program opens
-the other two.
+When all is written the files are renamed: .bin, .json, and last .idx, without which no program opens the
+other two.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -22,14 +22,14 @@ from typing import IO, Any
 import numpy as np
 
 from pipeline.base.files import file_lock, replaced_atomically, sync_folder
-from pipeline.base.problems import JobError, Problem
+from pipeline.base.problems import job_error
 from pipeline.data.corpus import Skipped
 from pipeline.data.records import ReadPosition
 from pipeline.data.token_file import write_index
 
-# A kill costs at most this much work, in seconds.
+# Seconds between commits: a killed writer loses at most this much work.
 _COMMIT_SECONDS = 5.0
-# Skipped records that are remembered one by one; the rest are counted.
+# Skipped records that are listed; the rest are only counted.
 _SKIPS_KEPT = 1000
 
 
@@ -43,7 +43,7 @@ class Counts:
         characters: Of the texts.
         longest: Tokens of the longest document.
         max_token: Highest id.
-        num_skipped: Records and files that gave no document.
+        num_skipped: Records and files without a document.
         skipped: The first of those.
         seconds: Spent, over all starts.
     """
@@ -58,7 +58,7 @@ class Counts:
     seconds: float = 0.0
 
     def skip(self, name: str, reason: str) -> None:
-        """Count what gives no document."""
+        """Count a record or file without a document."""
         self.num_skipped += 1
         if len(self.skipped) < _SKIPS_KEPT:
             self.skipped.append(Skipped(name, reason))
@@ -85,13 +85,13 @@ class TokenWriter:
     Args:
         prefix: Path without suffix; its folder is made.
         dtype: Of the ids.
-        identity: Of all that decides the content. What was begun with the same one is continued; anything
-            else that was begun is dropped.
+        identity: Hash of all that decides the content. An unfinished file with the same identity is
+            continued, any other is removed.
 
     Attributes:
         place: Where in the input to read on.
         counts: So far.
-        resumed: Something was there to continue.
+        resumed: An unfinished file is continued.
 
     Raises:
         JobError: another process is writing the same file.
@@ -107,9 +107,14 @@ class TokenWriter:
         self._last_commit = self._begin
         self.paths["bin"].parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
+            # Before the files, so that it is held until their last bytes are written.
+            try:
+                stack.enter_context(file_lock(self.paths["sizes.partial"]))
+            except TimeoutError as error:
+                rule, remedy = "another process is writing these token files", "Wait, or use another PREFIX"
+                raise job_error("output", prefix, rule, remedy) from error
             self._bin = stack.enter_context(self.paths["bin.partial"].open("ab"))
             self._sizes = stack.enter_context(self.paths["sizes.partial"].open("ab"))
-            stack.enter_context(self._lock())
             self._continue()
             self._files = stack.pop_all()
 
@@ -118,7 +123,7 @@ class TokenWriter:
 
     def __exit__(self, *_: object) -> None:
         if not self.paths["progress.json"].exists():
-            self.discard()  # nothing is known to be on the disk, so there is nothing to continue
+            self.discard()  # without a commit there is nothing to continue
         self._files.close()
 
     def write(self, tokens: np.ndarray, lengths: Sequence[int], closed: bool) -> None:
@@ -126,7 +131,7 @@ class TokenWriter:
 
         Args:
             tokens: Of all of them, [tokens].
-            lengths: Of each; the first goes on where the last call left a document open.
+            lengths: Of each; the first continues a document that the last call left open.
             closed: The last document ends here.
         """
         if not len(lengths):
@@ -145,29 +150,29 @@ class TokenWriter:
         counts.max_token = max(counts.max_token, int(tokens.max(initial=0)))
 
     def abandon(self) -> None:
-        """Take back the document that is open."""
+        """Remove the open document."""
         self._bin.flush()
         self._bin.truncate(self.counts.tokens * self.dtype.itemsize)
         self._open_tokens = 0
 
-    def commit_now_and_then(self, place: ReadPosition) -> None:
-        """Make sure, every few seconds, that a kill does not lose what is written; no document is open."""
+    def commit_sometimes(self, place: ReadPosition) -> None:
+        """Commit if the last commit is some seconds old; no document is open."""
         self.place = place
         if time.monotonic() - self._last_commit >= _COMMIT_SECONDS:
             self.commit()
 
     def commit(self) -> None:
-        """Force all to the disk, and note it."""
+        """Flush all to the disk, and record it."""
         for stream in (self._bin, self._sizes):
             stream.flush()
             os.fsync(stream.fileno())
         now = time.monotonic()
         self.counts.seconds += now - self._begin
         self._begin = self._last_commit = now
-        self._note(finished=False)
+        self._record(finished=False)
 
     def finish(self, description: dict[str, Any]) -> None:
-        """Write index and description, and let the files take their names."""
+        """Write index and description, and rename the files."""
         self.commit()
         sizes = self.paths["sizes.partial"]
         lengths = np.memmap(sizes, "<i8", "r") if self.counts.documents else np.empty(0, "<i8")
@@ -178,35 +183,24 @@ class TokenWriter:
             json.dump(description, stream, indent=2)
             stream.write("\n")
             _to_disk(stream)
-        self._note(finished=True)
+        self._record(finished=True)
         _publish(self.paths)
 
     def discard(self) -> None:
-        """Remove what was begun."""
+        """Remove the unfinished files."""
         for suffix in ("bin.partial", "sizes.partial", "idx.partial", "json.partial", "progress.json"):
             self.paths[suffix].unlink(missing_ok=True)
 
-    @contextmanager
-    def _lock(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            try:
-                stack.enter_context(file_lock(self.paths["sizes.partial"]))
-            except TimeoutError as error:
-                rule = "another process is writing these token files"
-                remedy = "Wait for it, or use another PREFIX"
-                raise JobError([Problem("output", self.paths.prefix, rule, remedy)]) from error
-            yield
-
-    def _note(self, finished: bool) -> None:
+    def _record(self, finished: bool) -> None:
         note = {"identity": self.identity, "finished": finished, "place": asdict(self.place)}
         with replaced_atomically(self.paths["progress.json"]) as file:
             file.write(json.dumps({**note, "counts": asdict(self.counts)}).encode())
 
     def _continue(self) -> None:
-        """Take up what was begun, as far as it is known to be on the disk; otherwise begin."""
-        noted = _noted(self.paths["progress.json"], self.identity)
-        if noted is not None:
-            place, counts = noted
+        """Continue an unfinished file, as far as it is recorded to be on the disk; otherwise begin."""
+        recorded = _recorded(self.paths["progress.json"], self.identity)
+        if recorded is not None:
+            place, counts = recorded
             enough = self._bin.tell() >= counts.tokens * self.dtype.itemsize
             if enough and self._sizes.tell() >= 8 * counts.documents:
                 self.place, self.counts, self.resumed = place, counts, True
@@ -215,14 +209,14 @@ class TokenWriter:
 
 
 def finish_interrupted(prefix: str, identity: str) -> None:
-    """Where a writer was killed while its files took their names, give the rest theirs."""
+    """Rename the rest of the files of a writer that was killed while it renamed them."""
     paths = Paths(prefix)
     try:
         note = json.loads(paths["progress.json"].read_text(encoding="utf-8"))
         if note["finished"] and note["identity"] == identity:
             _publish(paths)
     except (OSError, ValueError, KeyError, TypeError):
-        return  # nothing was begun, or it is begun again
+        return  # no record, or none that can be read: nothing to rename
 
 
 def _publish(paths: Paths) -> None:
@@ -235,7 +229,7 @@ def _publish(paths: Paths) -> None:
     paths["sizes.partial"].unlink(missing_ok=True)
 
 
-def _noted(path: Path, identity: str) -> tuple[ReadPosition, Counts] | None:
+def _recorded(path: Path, identity: str) -> tuple[ReadPosition, Counts] | None:
     try:
         note = json.loads(path.read_text(encoding="utf-8"))
         if note["identity"] != identity or note["finished"]:
@@ -244,7 +238,7 @@ def _noted(path: Path, identity: str) -> tuple[ReadPosition, Counts] | None:
         counts.skipped = [Skipped(**entry) for entry in note["counts"]["skipped"]]
         return ReadPosition(**note["place"]), counts
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # no note, or none that can be trusted: everything is made anew
+        return None  # no record, or none that can be read: everything is written again
 
 
 def _to_disk(stream: IO[Any]) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.base.problems import JobError, Problem
+from pipeline.base.problems import JobError, Problem, job_error
 from pipeline.data.blend import Blend, BlendSource, BlendState, ResumedBlend, resume_blend
 from pipeline.data.corpus import Corpus, SourceSpec, find_corpus
 from pipeline.data.order import Complement, split_documents
 from pipeline.data.packing import PackedDataset, Packing
 from pipeline.data.preparation import DEFAULT_WAIT, Rules, cached_tokens
-from pipeline.data.token_file import JoinedTokens, TokenFile, WatchedFile
+from pipeline.data.token_file import TokenFile, WatchedFile
 from pipeline.data.tokenizer import ByteTokenizer, Tokenizer, vocabulary_problems
 
 
@@ -193,13 +193,10 @@ class _Packer:
         file, settings = opened.token_file, self.settings
         fraction, name = settings.eval_fraction, opened.spec.name
         train, held_out = split_documents(file.num_documents, fraction, settings.seed, name)
-        source = BlendSource(
-            opened.spec.name,
-            opened.spec.weight,
-            self._dataset(opened, train, keep_tail=False),
-            file.fingerprint,
-            _watched(file.tokens),
-        )
+        dataset = self._dataset(opened, train, keep_tail=False)
+        paths = [path for part in file.parts if (path := getattr(part, "filename", None)) is not None]
+        watched = tuple(WatchedFile.of(Path(path)) for path in paths)
+        source = BlendSource(name, opened.spec.weight, dataset, file.fingerprint, watched)
         return source, self._dataset(opened, held_out, keep_tail=True) if len(held_out) else None
 
     def whole(self, opened: OpenSource) -> PackedDataset:
@@ -234,7 +231,7 @@ class _Packer:
         except ValueError as error:
             rule = f"{len(documents)} {'evaluation' if keep_tail else 'training'} documents: {error}"
             remedy = "Give more text, or a smaller --seq_length"
-            raise JobError([Problem("data", opened.spec.name, rule, remedy)]) from error
+            raise job_error("data", opened.spec.name, rule, remedy) from error
 
 
 def _leaks(training: Sequence[OpenSource], named: Sequence[OpenSource]) -> list[Problem]:
@@ -250,13 +247,6 @@ def _leaks(training: Sequence[OpenSource], named: Sequence[OpenSource]) -> list[
         for opened in named
         if opened.token_file.fingerprint in sources
     ]
-
-
-def _watched(tokens: np.ndarray | JoinedTokens) -> tuple[WatchedFile, ...]:
-    """The files behind memory-mapped tokens."""
-    parts = tokens.parts if isinstance(tokens, JoinedTokens) else (tokens,)
-    paths = [getattr(part, "filename", None) for part in parts]
-    return tuple(WatchedFile.of(Path(path)) for path in paths if path is not None)
 
 
 def _aside(opened: OpenSource) -> list[str]:

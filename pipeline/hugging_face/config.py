@@ -6,11 +6,12 @@ leave defaults out.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.base.problems import JobError, Problem
+from pipeline.base.problems import JobError, Problem, job_error
 from pipeline.base.words import did_you_mean
 from pipeline.model.config import ModelConfig, checked
 
@@ -31,8 +32,7 @@ NEUTRAL = frozenset(
 )
 # fmt: on
 
-# Values with which a field means nothing beyond what is built here; other values are refused. The second
-# entry says what the field would do.
+# The values of a field that the models built here agree with; others are refused for the reason given.
 REQUIRED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "scale_attn_weights": ((True,), "attention scores are always divided by sqrt(head_dim)"),
     "scale_attn_by_inverse_layer_idx": ((False,), "attention scores are not scaled by layer"),
@@ -69,7 +69,7 @@ def model_from_hugging_face(values: dict[str, Any], source: str) -> ModelConfig:
     kind = values["model_type"]
     if not isinstance(kind, str) or kind not in KINDS:
         rule = f"is not a kind of model that can be built: {', '.join(KINDS)}"
-        raise JobError([Problem(f"{source}: model_type", kind, rule, did_you_mean(str(kind), KINDS))])
+        raise job_error(f"{source}: model_type", kind, rule, did_you_mean(str(kind), KINDS))
     fields = _Fields(values, source)
     model = KINDS[kind](fields)
     fields.refuse_the_rest(kind)
@@ -80,7 +80,7 @@ def model_from_hugging_face(values: dict[str, Any], source: str) -> ModelConfig:
 
 @dataclass
 class _Fields:
-    """Typed access to a file's fields; remembers which were read and what was wrong."""
+    """Typed access to a file's fields; records which were read and what was wrong."""
 
     values: dict[str, Any]
     source: str
@@ -97,31 +97,26 @@ class _Fields:
         return self.values[given[0]] if given else default
 
     def whole(self, name: str, default: int, *aliases: str) -> int:
-        """A size of at least 1; 1 stands in for a wrong one, which is noted."""
+        """A size of at least 1; 1 replaces a wrong one, which becomes a problem."""
         value = self.get(name, default, *aliases)
-        if type(value) is int and value >= 1:
-            return value
-        self.refuse(name, value, "must be a whole number of at least 1", "Correct the size")
-        return 1
+        right = type(value) is int and value >= 1
+        return value if right else self._wrong(name, value, "a whole number of at least 1", 1)
 
     def whole_or(self, name: str, default: int) -> int:
         """A size that may be absent or null, which both mean `default`."""
-        if self.get(name, None) is None:
-            return default
-        return self.whole(name, default)
+        return default if self.get(name, None) is None else self.whole(name, default)
 
     def number(self, name: str, default: float) -> float:
         value = self.get(name, default)
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return float(value)
-        self.refuse(name, value, "must be a number", "Correct the value")
-        return default
+        right = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return float(value) if right else self._wrong(name, value, "a number", default)
 
     def flag(self, name: str, default: bool) -> bool:
         value = self.get(name, default)
-        if isinstance(value, bool):
-            return value
-        self.refuse(name, value, "must be true or false", "Correct the value")
+        return value if isinstance(value, bool) else self._wrong(name, value, "true or false", default)
+
+    def _wrong(self, name: str, value: object, kind: str, default: Any) -> Any:
+        self.refuse(name, value, f"must be {kind}", "Correct the value")
         return default
 
     def quotient(self, name: str, size: int, divisor: int, parts: str) -> int:
@@ -134,6 +129,10 @@ class _Fields:
     def refuse(self, name: str, value: object, rule: str, remedy: str) -> None:
         self.problems.append(Problem(f"{self.source}: {name}", value, rule, remedy))
 
+    def unsupported(self, name: str, value: object, rule: str, accepted: object) -> None:
+        remedy = f"Set it to {json.dumps(accepted)}, if the model allows that"
+        self.refuse(name, value, f"is not supported: {rule}", remedy)
+
     def refuse_the_rest(self, kind: str) -> None:
         """Problems for fields that nothing has read: known to be unsupported, or unknown."""
         for name, value in self.values.items():
@@ -142,16 +141,10 @@ class _Fields:
             if name in REQUIRED_VALUES:
                 accepted, rule = REQUIRED_VALUES[name]
                 if value not in accepted:
-                    self.refuse(name, value, f"is not supported: {rule}", _use(accepted))
+                    self.unsupported(name, value, rule, accepted[0])
             else:
                 rule = f"is not a known field of {kind} models and might change the computation"
                 self.refuse(name, value, rule, "Remove it if it does not")
-
-
-def _use(accepted: tuple[Any, ...]) -> str:
-    words = {None: "null", True: "true", False: "false"}
-    value = accepted[0]
-    return f"Set it to {words.get(value, value)}, if the model allows that"
 
 
 def _gpt2(fields: _Fields) -> ModelConfig:
@@ -199,7 +192,7 @@ def _llama(fields: _Fields) -> ModelConfig:
     attention, feed_forward = fields.flag("attention_bias", False), fields.flag("mlp_bias", False)
     if attention != feed_forward:
         rule = (
-            f"differs from attention_bias = {str(attention).lower()}; linear layers have biases all or none"
+            f"differs from attention_bias = {json.dumps(attention)}; all linear layers have biases, or none"
         )
         fields.refuse("mlp_bias", feed_forward, rule, "Make the two equal")
     heads = fields.whole("num_attention_heads", 32)
@@ -234,16 +227,15 @@ def _qwen2(fields: _Fields, **more: Any) -> ModelConfig:
 def _qwen3(fields: _Fields) -> ModelConfig:
     """Qwen2 with norms of q and k instead of biases. An absent head_dim means 128."""
     if fields.flag("attention_bias", False):
-        rule = "is not supported: q, k, v and the output projection would have biases, the rest none"
-        fields.refuse("attention_bias", True, rule, "Set it to false, if the model allows that")
+        rule = "q, k, v and the output projection would have biases, the rest none"
+        fields.unsupported("attention_bias", True, rule, False)
     return _qwen2(fields, qkv_bias=False, qk_norm=True, head_dim=fields.whole("head_dim", 128))
 
 
 def _starcoder2(fields: _Fields) -> ModelConfig:
     """Rotary positions and grouped heads around GPT-2's norms and feed-forward layer."""
     if (window := fields.get("sliding_window", None)) is not None:
-        rule = "is not supported: every layer attends to all earlier tokens"
-        fields.refuse("sliding_window", window, rule, "Set it to null, if the model allows that")
+        fields.unsupported("sliding_window", window, REQUIRED_VALUES["layer_types"][1], None)
     bias = fields.flag("use_bias", True)
     return _rotary(
         fields,
@@ -273,12 +265,12 @@ def _no_sliding_window(fields: _Fields) -> None:
     layers = fields.get("num_hidden_layers", 32)
     numbers = isinstance(first, int) and isinstance(layers, int)
     if on and "layer_types" not in fields.values and numbers and first < layers:
-        rule = f"is not supported: layers {first} to {layers - 1} would see a window of the earlier tokens"
-        fields.refuse("use_sliding_window", True, rule, "Set it to false, if the model allows that")
+        rule = f"layers {first} to {layers - 1} would attend to a window of the earlier tokens"
+        fields.unsupported("use_sliding_window", True, rule, False)
 
 
 def _rotary(fields: _Fields, **sizes: Any) -> ModelConfig:
-    """What all but GPT-2 have in common; `sizes` says what this kind has of its own."""
+    """What all but GPT-2 have in common; `sizes` are the fields that differ."""
     if "hidden_size" not in sizes:
         sizes["hidden_size"] = fields.whole("hidden_size", 4096)
     if "activation" not in sizes:
@@ -298,7 +290,7 @@ def _rotary(fields: _Fields, **sizes: Any) -> ModelConfig:
 
 
 def _rms_norm_and_swiglu(fields: _Fields) -> dict[str, Any]:
-    """What Llama and Qwen have in common beside."""
+    """What else Llama and Qwen have in common."""
     if fields.get("hidden_act", "silu") not in ("silu", "swish"):
         fields.refuse("hidden_act", fields.values["hidden_act"], "is not built here", "Use silu")
     return {

@@ -13,11 +13,11 @@ file names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.base.problems import JobError, Problem
+from pipeline.base.problems import job_error
 from pipeline.model.config import ModelConfig
 
 
@@ -31,12 +31,14 @@ class Family:
         base: What its tensors' names begin with, but for the output layer's; files of the model without its
             output layer leave it out.
         sizes: The fields of config.json that say what is computed.
+        misfits: Why a model with the family's positions, norm and activation is still not of it.
     """
 
     model_type: str
     architecture: str
     base: str
     sizes: Callable[[ModelConfig], dict[str, Any]]
+    misfits: Callable[[ModelConfig], Iterable[str]] = lambda _: ()
 
 
 def family_of(model: ModelConfig) -> Family:
@@ -45,19 +47,17 @@ def family_of(model: ModelConfig) -> Family:
     Raises:
         JobError: none does; all reasons.
     """
-    name = _nearest(model)
-    if name is None:
+    family, remedy = _nearest(model), "Such models train, but are not exported"
+    if family is None:
         rule = (
             f"no class of transformers is known that has {model.position} positions, {model.norm} and "
             f"{model.activation} at once"
         )
-        remedy = f"Such models train, but are not exported. These are: {', '.join(FAMILIES)}"
-        raise JobError([Problem("model", model.name, rule, remedy)])
-    if reasons := list(_MISFITS[name](model)):
-        rule = f"is not a {FAMILIES[name].architecture}, the nearest class of transformers: "
-        remedy = "Such models train, but are not exported"
-        raise JobError([Problem("model", model.name, rule + "; ".join(reasons), remedy)])
-    return FAMILIES[name]
+        raise job_error("model", model.name, rule, f"{remedy}. These are: {', '.join(FAMILIES)}")
+    if reasons := list(family.misfits(model)):
+        rule = f"is not a {family.architecture}, the nearest class of transformers: {'; '.join(reasons)}"
+        raise job_error("model", model.name, rule, remedy)
+    return family
 
 
 def config_json(model: ModelConfig, dtype: str, end_of_document: int) -> dict[str, Any]:
@@ -65,8 +65,8 @@ def config_json(model: ModelConfig, dtype: str, end_of_document: int) -> dict[st
 
     Args:
         dtype: Format of the weights, by torch's name.
-        end_of_document: The id that ends a document. It also stands before the next one, so that a text may
-            be begun with it.
+        end_of_document: The id that ends a document. As it comes before the next document, a text may begin
+            with it.
 
     Raises:
         JobError: as `family_of`.
@@ -87,18 +87,19 @@ def config_json(model: ModelConfig, dtype: str, end_of_document: int) -> dict[st
 
 
 def generation_config_json(end_of_document: int) -> dict[str, Any]:
-    """The content of generation_config.json: what ends a text, and what fills up shorter ones of a batch."""
+    """The content of generation_config.json: the id that ends a text, and pads shorter texts of a batch."""
     return dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), end_of_document)
 
 
-def _nearest(model: ModelConfig) -> str | None:
+def _nearest(model: ModelConfig) -> Family | None:
     """The family with these positions, norm and activation."""
-    kind = (model.position, model.norm, "gelu" if model.activation != "swiglu" else "swiglu")
+    kind = (model.position, model.norm, "swiglu" if model.activation == "swiglu" else "gelu")
     if kind == ("rotary", "rmsnorm", "swiglu"):
         if model.qk_norm:
-            return "qwen3"
-        return "qwen2" if model.qkv_bias and not model.bias else "llama"
-    return {("learned", "layernorm", "gelu"): "gpt2", ("rotary", "layernorm", "gelu"): "starcoder2"}.get(kind)
+            return FAMILIES["qwen3"]
+        return FAMILIES["qwen2" if model.qkv_bias and not model.bias else "llama"]
+    names = {("learned", "layernorm", "gelu"): "gpt2", ("rotary", "layernorm", "gelu"): "starcoder2"}
+    return FAMILIES[names[kind]] if kind in names else None
 
 
 def _gpt2_misfits(model: ModelConfig) -> Iterator[str]:
@@ -126,10 +127,6 @@ def _qwen3_misfits(model: ModelConfig) -> Iterator[str]:
 def _no_qk_norm(model: ModelConfig) -> Iterator[str]:
     if model.qk_norm:
         yield "it has no norms of q and k"
-
-
-def _no_misfits(model: ModelConfig) -> Iterator[str]:
-    return iter(())
 
 
 def _gpt2(model: ModelConfig) -> dict[str, Any]:
@@ -193,17 +190,10 @@ def _starcoder2(model: ModelConfig) -> dict[str, Any]:
 FAMILIES = {
     family.model_type: family
     for family in (
-        Family("gpt2", "GPT2LMHeadModel", "transformer.", _gpt2),
+        Family("gpt2", "GPT2LMHeadModel", "transformer.", _gpt2, _gpt2_misfits),
         Family("llama", "LlamaForCausalLM", "model.", _llama),
         Family("qwen2", "Qwen2ForCausalLM", "model.", _qwen2),
-        Family("qwen3", "Qwen3ForCausalLM", "model.", _qwen3),
-        Family("starcoder2", "Starcoder2ForCausalLM", "model.", _starcoder2),
+        Family("qwen3", "Qwen3ForCausalLM", "model.", _qwen3, _qwen3_misfits),
+        Family("starcoder2", "Starcoder2ForCausalLM", "model.", _starcoder2, _starcoder2_misfits),
     )
-}
-_MISFITS: dict[str, Callable[[ModelConfig], Iterator[str]]] = {
-    "gpt2": _gpt2_misfits,
-    "llama": _no_misfits,
-    "qwen2": _no_misfits,
-    "qwen3": _qwen3_misfits,
-    "starcoder2": _starcoder2_misfits,
 }

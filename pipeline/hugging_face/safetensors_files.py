@@ -1,19 +1,20 @@
 """What safetensors files hold, from their headers alone: names, formats, shapes and offsets. No torch.
 
 A file begins with the length of its header (8 bytes, little-endian) and the header, a JSON object of
-``name: {"dtype", "shape", "data_offsets": [begin, end]}``; the tensors' bytes follow. The library checks it;
-read here are the offsets, which it does not tell. Of several files, ``model.safetensors.index.json`` says
-under ``weight_map`` which tensor is in which.
+``name: {"dtype", "shape", "data_offsets": [begin, end]}``; the tensors' bytes follow. The library checks the
+header but does not return the offsets, which are read here. For several files the ``weight_map`` of
+``model.safetensors.index.json`` says which tensor is in which.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
+
+from pipeline.base.words import few
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -36,7 +37,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
 
     Raises:
         ValueError: a file is missing or damaged, or does not hold what the index says; or there are weights
-            in one file and in several, which may not be the same.
+            both in one file and in several, which may differ.
         OSError: one cannot be read.
     """
     if not (folder / INDEX).exists():
@@ -49,9 +50,9 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
         found.update(read_header(folder / file))
     astray = [name for name, file in places.items() if name not in found or found[name].file.name != file]
     if astray:
-        raise ValueError(f"{INDEX} says of {listed(astray)} that {places[astray[0]]} has it, which is not so")
+        raise ValueError(f"{INDEX} names {places[astray[0]]} for {few(astray)}, which the file does not hold")
     if (folder / WEIGHTS).exists() and WEIGHTS not in places.values():
-        raise ValueError(f"{WEIGHTS} and {INDEX} both name weights, and only one of them can be meant")
+        raise ValueError(f"{WEIGHTS} and {INDEX} both describe weights, and they may differ")
     return found
 
 
@@ -67,17 +68,17 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def read_header(path: Path) -> dict[str, Stored]:
-    """The tensors in one file, which the library finds whole.
+    """The tensors in one file, after the library has checked its header and size.
 
     Raises:
-        ValueError: it is no safetensors file, or not all of it is there.
+        ValueError: it is no safetensors file, or an incomplete one.
         OSError: it cannot be read.
     """
     try:
         with safe_open(path, framework="np"):  # it checks the header against the size of the file
             pass
     except SafetensorError as error:
-        raise ValueError(f"{path.name} is no whole safetensors file: {error}") from error
+        raise ValueError(f"{path.name} is not a complete safetensors file: {error}") from error
     with path.open("rb") as file:
         first = 8 + int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(first - 8))
@@ -89,10 +90,3 @@ def _stored(path: Path, entry: dict[str, Any], first: int) -> Stored:
     """A tensor by its entry in the header; the tensors' bytes begin at `first`."""
     begin, end = entry["data_offsets"]
     return Stored(path, entry["dtype"], tuple(entry["shape"]), first + begin, first + end)
-
-
-def listed(names: Iterable[str], most: int = 5) -> str:
-    """The first of some names, and how many there are beside."""
-    names = list(names)
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

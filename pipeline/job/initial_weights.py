@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 from pipeline.base.problems import JobError, Problem
 from pipeline.base.user_input import exists, is_folder
+from pipeline.base.words import few
 from pipeline.hugging_face.families import family_of
-from pipeline.hugging_face.safetensors_files import INDEX, SIZES, WEIGHTS, Stored, listed, stored_tensors
+from pipeline.hugging_face.safetensors_files import INDEX, SIZES, WEIGHTS, Stored, stored_tensors
 from pipeline.hugging_face.tensor_map import OUTPUT, TIED, tensor_map
 from pipeline.job.models import PRESETS
 from pipeline.model.config import ModelConfig
@@ -86,7 +87,7 @@ def _pickled(folder: Path) -> Iterator[Problem]:
     """Weights that are there, but in files that may run code when they are opened."""
     names = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
     if names:
-        rule = f"has weights as pickles only ({listed(names, 3)}), which may run code when they are opened"
+        rule = f"has weights as pickles only ({few(names)}), which may run code when they are opened"
         remedy = (
             "Open it with transformers' AutoModelForCausalLM and save_pretrained it, which writes "
             f"safetensors; or give --model {folder / 'config.json'} to start from random weights"
@@ -101,10 +102,10 @@ def _mismatches(folder: Path, model: ModelConfig, stored: dict[str, Stored]) -> 
     found = {full_name(name, stored, model): tensor for name, tensor in stored.items()}
     missing = [name for name in wanted if name not in found]
     if missing:
-        yield Problem("model", there, f"its weights lack {len(missing)} tensors: {listed(missing)}", remedy)
+        yield Problem("model", there, f"its weights lack {len(missing)} tensors: {few(missing)}", remedy)
     extra = [name for name in found if name not in wanted and not _superfluous(name, model)]
     if extra:
-        rule = f"its weights have {len(extra)} tensors that its model does not: {listed(extra)}"
+        rule = f"its weights have {len(extra)} tensors that its model does not: {few(extra)}"
         yield Problem("model", there, rule, remedy)
     for name, shape in wanted.items():
         if name in found and found[name].shape != shape:

@@ -269,7 +269,7 @@ def test_a_token_file_that_changes_under_the_run_stops_it(change: str, tmp_path:
             with path.open("r+b") as stream:
                 stream.seek(0, os.SEEK_END if change == "longer" else os.SEEK_SET)
                 stream.write(b"ab")
-        with pytest.raises(TokenError, match=r"tokens\.bin.*(changed under the run|cannot be found)"):
+        with pytest.raises(TokenError, match=r"tokens\.bin.*(changed during the run|cannot be read)"):
             for _ in range(5):
                 next(loader)
 

@@ -12,7 +12,7 @@ from pipeline.data.preparation import PreparationProgress
 from pipeline.data.token_file import open_token_file
 from pipeline.data.token_writer import Counts
 from pipeline.data.tokenizer import load_tokenizer
-from pipeline.prepare import main, progress_text
+from pipeline.prepare import main
 from tests.data.megatron_files import read_documents, write_documents
 
 
@@ -87,7 +87,7 @@ def test_inspects_files_of_other_programs(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("arguments", "problems"),
     [
-        ("", ["inputs = '': there are none", "output = None: says where"]),
+        ("", ["inputs = '': there are none", "output = None: is required"]),
         ("missing --output x", ["'missing': does not exist"]),
         ("{texts}", ["output = None"]),
         ("{texts} --inspect", ["is no PREFIX of token files"]),
@@ -128,7 +128,6 @@ def test_a_place_that_cannot_be_written_is_named(
 
 
 def test_the_progress_line_has_speeds_and_the_time_left() -> None:
-    text = progress_text(
-        PreparationProgress(0.25, 1234.4, 56_789.1, 3725, Counts(documents=1000, tokens=2_000_000))
-    )
+    counts = Counts(documents=1000, tokens=2_000_000)
+    text = str(PreparationProgress(0.25, 1234.4, 56_789.1, 3725, counts))
     assert text == " 25.0%  1,000 documents (1,234/s)  2,000,000 tokens (56,789/s)  1:02:05 left"

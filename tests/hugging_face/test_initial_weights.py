@@ -173,7 +173,7 @@ def pickled(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
-WHOLE = "model.safetensors is no whole safetensors file: Error while deserializing header: "
+WHOLE = "model.safetensors is not a complete safetensors file: Error while deserializing header: "
 FAULTS = {
     cut_off: WHOLE + "incomplete metadata, file not fully covered",
     empty: WHOLE + "header too small",
@@ -190,7 +190,7 @@ FAULTS = {
     other_format: "are stored as F8_E4M3, and are read as F64, F32, F16, BF16",
     index_only: "model.safetensors.index.json names model-00001-of-00002.safetensors, which is missing",
     index_to_elsewhere: "weight_map does not say which file of the folder has which tensor",
-    wrong_index: "says of no.such.tensor that model.safetensors has it, which is not so",
+    wrong_index: "names model.safetensors for no.such.tensor, which the file does not hold",
     broken_index: "model.safetensors.index.json cannot be read",
     untied_in_truth: "lm_head.weight is not the embedding, and its config.json ties them",
     output_layer_of_another_size: "lm_head.weight is not the embedding, and its config.json ties them",

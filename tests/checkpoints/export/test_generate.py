@@ -166,7 +166,7 @@ def test_weights_in_one_file_and_in_several(base: Path, tmp_path: Path, capsys: 
     folder = shutil.copytree(base / "out", tmp_path / "both")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {}}))
     assert main([str(folder), "--prompt", "a"]) == 2
-    assert "both name weights" in capsys.readouterr().err
+    assert "both describe weights" in capsys.readouterr().err
 
 
 def test_a_source_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -205,7 +205,7 @@ def test_weights_that_the_library_refuses_are_no_traceback(
     weights.write_bytes(weights.read_bytes().replace(b'"data_offsets":[0,', b'"data_offsets":[9,', 1))
     assert main([str(tmp_path / "out"), "--prompt", "a"]) == 2
     assert (
-        "cannot be opened (ValueError: model.safetensors is no whole safetensors file"
+        "cannot be opened (ValueError: model.safetensors is not a complete safetensors file"
         in capsys.readouterr().err
     )
 
