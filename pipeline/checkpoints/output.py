@@ -91,10 +91,10 @@ def free_bytes(folder: Path) -> int:
 
 
 def lack_of_space(folder: Path, needed: int, free: int) -> str | None:
-    """Says so where `needed` bytes do not fit; None where they do."""
+    """The reason where `needed` bytes do not fit; None where they do."""
     if needed + _SLACK <= free:
         return None
-    return f"no space left: {folder} has {readable(free)} free, the checkpoint takes {readable(needed)}"
+    return f"no space left: {folder} has {readable(free)} free, the checkpoint takes {readable(needed)} there"
 
 
 def space_problems(job: Job) -> list[Problem]:
