@@ -231,8 +231,8 @@ class Agent:
         self._look_after_rank()
 
     def _pass_signals_on(self) -> None:
-        received, self._signals[:] = list(self._signals), []
-        for number in received:
+        while self._signals:  # one may arrive at any time
+            number = self._signals.pop(0)
             self._stop(number)
             if number in (signal.SIGTERM, signal.SIGUSR1):  # this host may be taken away: all are to save
                 self._client.send(signal=signal.Signals(number).name, **{"is": "signal"})
@@ -327,7 +327,6 @@ class Agent:
         """The rank has ended: end what it has left behind, and take the rest of its reports and output."""
         self._rank.end_descendants()
         self._listen_to_rank(all_of_it=True)
-        self._output.finish()
         if self._environment.rank != 0 and (text := self._output.kept_elsewhere(self._mark)):
             self._client.send(text=text, **{"is": "log"})
         how = {"code": self._rank.status, "by_agent": self._rank.is_killed, "tail": self._output.tail()}
@@ -340,7 +339,9 @@ class Agent:
         if self._reported is None:
             return False
         if self._coordinator is not None:
-            return self._coordinator.outcome is not None and self._released
+            # Another process may have come as rank 0, so that this one was refused.
+            is_over = self._released or bool(self._client.lost)
+            return self._coordinator.outcome is not None and is_over
         if self._client.connection is None:  # it has never found a coordinator
             return time.monotonic() - self._reported > self._limits.silence
         return self._released or bool(self._client.lost)
@@ -352,10 +353,10 @@ class Agent:
             with contextlib.suppress(OSError):  # a full disk: the launch has it from the coordinator
                 self._write_outcome(folder.parents[1])
         forget_key(self._spec.key_file)
-        if self._coordinator is not None:
-            self._coordinator.linger()
         self._output.close()  # first: once the coordinator is left, this process may be killed
         self._client.close()
+        if self._coordinator is not None:
+            self._coordinator.linger()
 
     def _write_outcome(self, folder: Path) -> None:
         port = self._environment.master_port

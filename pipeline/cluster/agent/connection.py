@@ -8,6 +8,7 @@ machine. Linux; no torch.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
 import resource
@@ -77,7 +78,7 @@ class Connection:
         return len(self._unsent)
 
     def send(self, **message: Any) -> None:
-        """Send a message, now or with a later `flush`; to a closed connection nothing is sent."""
+        """Send a message, now or with a later `flush`; to an other end that is gone nothing is sent."""
         if self.closed:
             return
         self._unsent += json.dumps(message).encode() + b"\n"
@@ -91,7 +92,10 @@ class Connection:
             except BlockingIOError:
                 break
             except OSError:
-                self.closed = True
+                # Nothing more is sent; what the other end has sent before it left can still be received.
+                self._unsent.clear()
+                with contextlib.suppress(OSError):
+                    self._stream.shutdown(socket.SHUT_RDWR)
                 return
             del self._unsent[:sent]
         if len(self._unsent) > MAX_UNSENT:

@@ -182,8 +182,8 @@ class Coordinator:
             self._listener.refuse(connection, f"{text}; {_SAME_WORLD}", is_wrong_job=True)
             self._refuse_job(f"{text}; {_SAME_WORLD}")
             return
-        rank, number = hello.get("rank"), hello.get("host_number")
-        if type(rank) is not int or type(number) is not int or rank not in range(size):
+        rank, number, port = hello.get("rank"), hello.get("host_number"), hello.get("port", 0)
+        if any(type(each) is not int for each in (rank, number, port)) or rank not in range(size):
             self._listener.refuse(connection, f"rank {rank} is none of this job's {size}")
             return
         if rank in self._agents:

@@ -82,15 +82,16 @@ class RankOutput:
         """Readable when `pump` has something to do."""
         return tuple(self._streams)
 
-    def pump(self) -> list[int]:
+    def pump(self, at_end: bool = False) -> list[int]:
         """Pass on what has come, or the first of it if it is much; the streams that have ended since the last
-        call."""
-        return self._pump(_PIECES_PER_CALL)
-
-    def _pump(self, pieces: int) -> list[int]:
+        call. `at_end`: the rank has ended, and all that it has written is taken."""
+        pieces = _PIECES_AT_END if at_end else _PIECES_PER_CALL
         ended = [reader for reader, number in self._streams.items() if self._drain(reader, number, pieces)]
         for reader in ended:
             del self._streams[reader]
+        if at_end:
+            for lines in self._lines.values():
+                self.log(lines.rest())
         return ended
 
     def _drain(self, reader: int, number: int, pieces: int) -> bool:
@@ -157,7 +158,12 @@ class RankOutput:
         if self.folder is None:
             return
         try:
-            (self.folder / log_name(rank)).write_text(text, encoding="utf-8")
+            with (self.folder / log_name(rank)).open("x", encoding="utf-8") as file:
+                file.write(text)
+        except (
+            FileExistsError
+        ):  # written by its own agent: the folder is shared, and the mark was not readable
+            return
         except OSError as error:  # a full disk: that host has it still
             self._trouble = error
 
@@ -179,12 +185,6 @@ class RankOutput:
     def tail(self) -> str:
         """The last lines of standard error."""
         return self._tail.lines(_TAIL_LINES)
-
-    def finish(self) -> None:
-        """Take the rest, when the rank has ended."""
-        self._pump(_PIECES_AT_END)
-        for lines in self._lines.values():
-            self.log(lines.rest())
 
     def close(self) -> None:
         """Wait a moment for what has not been written."""

@@ -112,7 +112,7 @@ class RankProcess:
     def reports(self, all_of_them: bool = False) -> list[Message]:
         """What is to be told of it now, and with `all_of_them` what would have waited for a while. Its output
         goes where it belongs."""
-        for ended in self.output.pump():
+        for ended in self.output.pump(at_end=all_of_them):
             self._selector.unregister(ended)
         told: list[Message] = []
         if self._link is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -56,6 +58,7 @@ def test_a_world_other_than_the_checked_one_is_refused(start: Start, change: dic
         {"rank": -1},
         {"rank": True},
         {"host_number": None},
+        {"port": "1"},
     ],
 )
 def test_a_stranger_learns_nothing_and_ends_nothing(start: Start, words: bytes | dict) -> None:
@@ -103,6 +106,41 @@ def test_a_stranger_who_never_pauses_holds_nobody_up() -> None:
     connection.close()
     theirs.close()
     thread.join(5)
+
+
+def test_what_was_sent_before_the_other_end_left_is_received() -> None:
+    """Also where this end has noticed first that it cannot send."""
+    ours, theirs = socket.socketpair()
+    connection = Connection(ours)
+    theirs.sendall(b'{"is": "failure"}\n')
+    theirs.close()
+    connection.send(do="beat")
+    assert connection.receive() == [{"is": "failure"}] and connection.closed
+    connection.close()
+
+
+@pytest.mark.slow
+def test_an_agent_whose_place_is_taken_ends() -> None:
+    """Without a launch, a process of another host may come as rank 0 before rank 0's own agent does."""
+    program = """if True:
+        import json, socket, sys
+        from pipeline.cluster.agent.agent import Agent
+        from pipeline.cluster.agent.handshake import introduce
+        from pipeline.cluster.agent.launch_spec import LaunchSpec, direct_key
+        from pipeline.cluster.rank_environment import RankEnvironment, free_port
+
+        place = RankEnvironment(0, 1, 0, 1, "127.0.0.1", free_port())
+        rank = [sys.executable, "-c", "import time; time.sleep(60)"]
+        agent = Agent(LaunchSpec(failure_timeout=6.0), "", place, rank, [])
+        hello = {"rank": 0, "host_number": 0, "host": "x", "world_size": 1} | introduce(direct_key(place))
+        other = socket.create_connection(("127.0.0.1", agent._coordinator.port))
+        other.sendall(json.dumps(hello).encode() + b"\\n")
+        while not agent._coordinator.world_is_here:
+            agent._coordinator.poll(0.1)
+        sys.exit(agent.run())
+    """
+    done = subprocess.run([sys.executable, "-c", program], timeout=40, check=False)
+    assert done.returncode == 1
 
 
 def test_without_a_launch_hosts_of_two_worlds_are_a_wrong_job(start: Start) -> None:
