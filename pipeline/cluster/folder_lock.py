@@ -67,14 +67,8 @@ def own_lease() -> Lease:
     """A lease for this process."""
     process = psutil.Process()
     boot, processes = this_system()
-    return Lease(
-        holder=secrets.token_hex(8),
-        host=socket.gethostname(),
-        boot=boot,
-        processes=processes,
-        pid=process.pid,
-        started=process.create_time(),
-    )
+    holder, host = secrets.token_hex(8), socket.gethostname()
+    return Lease(holder, host, boot, processes, process.pid, process.create_time())
 
 
 @dataclass(frozen=True)
@@ -323,13 +317,9 @@ def running_problems(output_dir: str | Path) -> list[Problem]:
         try:
             is_free = lock_now(file, shared=True)
         except OSError:
-            is_free = lease is None or not _is_alive(lease)
+            here = own_lease()
+            is_free = lease is None or (lease.boot, verdict_of_process(lease, here)) != (here.boot, "alive")
     return [] if is_free else [_taken(folder, lease)]
-
-
-def _is_alive(lease: Lease) -> bool:
-    here = own_lease()
-    return lease.boot == here.boot and verdict_of_process(lease, here) == "alive"
 
 
 def _taken(folder: Path, lease: Lease | None) -> Problem:

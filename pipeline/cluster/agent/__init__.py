@@ -1,4 +1,4 @@
-"""What owns the ranks of a start, from the launcher's first process to the last one's end. No torch.
+"""What owns the ranks of a start, from the launcher's first process to the last one's end.
 
               launch.sh (pipeline.launch)
         starts │                   │ has

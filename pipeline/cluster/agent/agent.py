@@ -1,9 +1,4 @@
-"""The owner of one rank: a small process that starts it, ends it, and tells the coordinator how it is. No
-torch.
-
-    launcher ── agent ──► rank ── its workers      A launcher starts `pretrain.py`; that process is the agent,
-                  │                                and starts `pretrain.py` again as the rank.
-                  └──── coordinator
+"""The owner of one rank: a small process that starts it, ends it, and reports to the coordinator.
 
 The rank ends when its agent's parent is gone, when the coordinator is gone, when the coordinator says so, and
 (by the system) when the agent itself is gone. The agent leaves when the coordinator has heard of every rank:
@@ -200,10 +195,7 @@ class Agent:
         place = self._environment
         if self._spec.port:
             address, port = order["address"], order["port"]
-            place = RankEnvironment(
-                place.rank, place.world_size, place.local_rank, place.local_size, address, port
-            )
-            self._environment = place
+            self._environment = place = replace(place, master_addr=address, master_port=port)
             if place.rank == 0 and not is_free_port(port):
                 self._give_up(f"port {port} of the rendezvous is in use on {socket.gethostname()}", "error")
                 return
@@ -263,9 +255,8 @@ class Agent:
         elif what == "stacks":
             self._rank.ask_for_stacks()
         elif what == "end":
-            self._kill_at = min(
-                self._kill_at or time.monotonic() + order["grace"], time.monotonic() + order["grace"]
-            )
+            kill_at = time.monotonic() + order["grace"]
+            self._kill_at = min(self._kill_at or kill_at, kill_at)
         elif what == "log":
             self._log_to(order)
         elif what == "together":  # nobody needs it any more

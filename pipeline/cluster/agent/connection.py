@@ -3,7 +3,7 @@
 Neither side ever waits for the other: what cannot be sent at once is kept, and what has arrived is handed
 out in whole messages. Whoever sends anything else than agents and coordinator do is disconnected: it would
 otherwise end the process that reads it. Last, whose process is at the other end, where that is on this
-machine. Linux; no torch.
+machine. Linux.
 """
 
 from __future__ import annotations

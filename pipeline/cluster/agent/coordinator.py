@@ -1,9 +1,5 @@
 """Where the agents of all ranks meet: it starts the ranks together, hears how they are, ends them together.
 
-    launch.sh ── coordinator ◄──┬── agent ── rank 0        Without launch.sh it is in the agent of rank 0.
-                                ├── agent ── rank 1
-                                └── agent ── rank 2 ...
-
 The coordinator never waits for an agent, and an agent never for the coordinator: each holds the other for
 gone when nothing has come from it for half the failure time-out. What is lost, dies, hangs or refuses is the
 end of every rank.
@@ -22,13 +18,7 @@ from pipeline.cluster.agent.connection import MAX_UNSENT, Connection, Message, i
 from pipeline.cluster.agent.handshake import HandshakeListener
 from pipeline.cluster.agent.launch_spec import CoordinatorSettings, Limits
 from pipeline.cluster.agent.progress import HangDetector, StartPhases
-from pipeline.cluster.agent.rank_table import (
-    RankState,
-    RankTable,
-    describe_exit,
-    late_death,
-    ranges,
-)
+from pipeline.cluster.agent.rank_table import RankState, RankTable, describe_exit, late_death, ranges
 from pipeline.cluster.outcome import Failure, Kind, Outcome
 
 logger = logging.getLogger(__name__)
@@ -51,12 +41,7 @@ class Coordinator:
         OSError: the port is taken.
     """
 
-    def __init__(
-        self,
-        settings: CoordinatorSettings,
-        port: int = 0,
-        everywhere: bool = False,
-    ) -> None:
+    def __init__(self, settings: CoordinatorSettings, port: int = 0, everywhere: bool = False) -> None:
         self._settings = settings
         self._limits = Limits.of(settings.failure_timeout)
         self.table = RankTable()
@@ -203,7 +188,9 @@ class Coordinator:
         if self.table.failures or self.outcome:
             connection.send(do="end", grace=0.0)
         if rank == 0:
-            self.master = self._rendezvous(connection, hello)
+            # On the host that rank 0 is on, whatever the launcher made of it.
+            address = self._settings.master_addr or str(hello.get("address") or connection.peer)
+            self.master = address, self._settings.master_port or hello.get("port", 0)
             if self._settings.start_seconds is not None:
                 logger.info(f"Rank 0 is on {state.name}; rendezvous at {self.master[0]}:{self.master[1]}.")
         if self.master is not None:
@@ -215,19 +202,12 @@ class Coordinator:
     def _refuse_job(self, text: str) -> None:
         self._fail(Failure("refused", None, 0, text.partition("\n")[0], text, time.monotonic()))
 
-    def _rendezvous(self, connection: Connection, hello: Message) -> tuple[str, int]:
-        """Where torch's ranks meet: on the host that rank 0 is on, whatever the launcher made of it."""
-        address = self._settings.master_addr or str(hello.get("address") or connection.peer)
-        return address, self._settings.master_port or int(hello.get("port", 0))
-
     def _welcome(self, connection: Connection) -> None:
-        address, port = self.master or ("", 0)
-        handed_out = {
-            "environment": dict(self._settings.environment),
-            "arguments": list(self._settings.arguments),
-        }
-        order = {"address": address, "port": port, **handed_out}
-        connection.send(do="start", logs=self._logs, mark=self._mark, **order)
+        assert self.master is not None
+        place = {"address": self.master[0], "port": self.master[1]}
+        variables, arguments = dict(self._settings.environment), list(self._settings.arguments)
+        logs = {"logs": self._logs, "mark": self._mark}
+        connection.send(do="start", environment=variables, arguments=arguments, **place, **logs)
         if self._stop:
             connection.send(do="stop", signal=self._stop)
 
@@ -247,9 +227,8 @@ class Coordinator:
             if message.get("early") and self._stop is None:
                 self.stop("SIGTERM")  # the ranks have not met, and cannot agree on it
         elif what == "failure":
-            step, text = message.get("step", state.step), message.get("text", "")
-            kind, reason = message["kind"], message["message"]
-            self._fail(Failure(kind, state.rank, step, reason, text, time.monotonic()))
+            kind, step, text = message["kind"], message["step"], message.get("text", "")
+            self._fail(Failure(kind, state.rank, step, message["message"], text, time.monotonic()))
         elif what == "signal" and self._stop is None and state.ending is None:
             logger.info(f"{message['signal']} on {state.name}: every rank saves and ends.")
             self.stop("SIGTERM")
@@ -314,8 +293,10 @@ class Coordinator:
             return
         self._check_silence(now)
         self._check_start(now)
-        if self.world_is_here and (hang := self._hang.look(self.table, now, self._ask_for_stacks)):
-            self._fail(hang)
+        if self.world_is_here:
+            hang = self._hang.look(self.table, now, lambda: self._broadcast(do="stacks"))
+            if hang is not None:
+                self._fail(hang)
         if not self.table.failures and self.master is not None:
             self._phases.look(self.table.states.get(0), now)
         if self._settle is not None and now >= self._settle:
@@ -347,9 +328,6 @@ class Coordinator:
         message = f"ranks {ranges(missing)} have not reported {limit:.0f} s after {after}"
         self.end("died", message, missing[0])
 
-    def _ask_for_stacks(self) -> None:
-        self._broadcast(do="stacks")
-
     def _fail(self, failure: Failure) -> None:
         self.table.failures.append(failure)
         if self._settle is None and self._deadline is None and self.outcome is None:
@@ -359,13 +337,12 @@ class Coordinator:
         failure = self.table.cause
         if failure is None or failure.kind == "early":  # the launch says that nothing had begun
             return
-        where = ""
-        if failure.rank is not None and failure.rank in self.table.states:
-            where = f"rank {failure.rank} on {self.table.states[failure.rank].name}"
         if failure.kind == "refused":
             logger.info(failure.text.rstrip())
             return
-        what = f"{where}: {failure.message}" if where else failure.message
+        state = self.table.states.get(-1 if failure.rank is None else failure.rank)
+        where = f"rank {state.rank} on {state.name}: " if state else ""
+        what = where + failure.message
         # Rank 0's output is on the console already.
         shown = failure.text and not (failure.kind == "died" and failure.rank == 0)
         logger.info(f"{what}\n{failure.text.rstrip()}" if shown else what)

@@ -1,4 +1,4 @@
-"""An agent's connection to the coordinator. No torch."""
+"""An agent's connection to the coordinator."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def tell_refusal(spec: LaunchSpec, key: str, text: str) -> bool:
 class CoordinatorClient:
     """Signs of life in both directions, and messages.
 
-    With a launch the coordinator must be there from the beginning. Without one it is the agent of rank 0,
-    which may
-    be started later: until it answers, the rank runs, and torch's rendezvous has its own time limit.
+    With a launch the coordinator must be there from the beginning. Without one it is in the agent of rank 0,
+    which may be started later: until it answers, the rank runs, and torch's rendezvous has its own time
+    limit.
 
     Attributes:
         connection: None while there is none.

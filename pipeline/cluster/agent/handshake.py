@@ -136,9 +136,6 @@ class HandshakeListener:
     def __contains__(self, connection: Connection) -> bool:
         return connection in self._unverified
 
-    def __len__(self) -> int:
-        return len(self._unverified)
-
     def accept(self) -> None:
         """Take those who wait outside."""
         for _ in range(_ACCEPTS_PER_TURN):

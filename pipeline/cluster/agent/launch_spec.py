@@ -15,7 +15,7 @@ import base64
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pipeline.base.problems import JobError, Problem
@@ -26,7 +26,7 @@ OPTION = "--launch_spec="
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """The launch's word to a rank.
+    """What a launch passes to the agent of every rank.
 
     Attributes:
         hosts: (name, slots) of the checked world, in rank order; empty without a launch.
@@ -44,7 +44,7 @@ class LaunchSpec:
     key_file: str = ""
     failure_timeout: float = 60.0
     step_timeout: float | None = None
-    batch: tuple[int, ...] = field(default=())
+    batch: tuple[int, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -120,27 +120,22 @@ def placed(spec: LaunchSpec, environ: Mapping[str, str]) -> RankEnvironment:
     # Launchers that know nothing of torch set no rendezvous; the coordinator names the real one.
     rendezvous = {"MASTER_ADDR": spec.address, "MASTER_PORT": str(spec.port)}
     found = read_rank_environment(rendezvous | dict(environ))
-    problems = []
     if found.world_size != spec.world_size:
         rule = f"the world that was checked has {spec.world_size} ranks"
-        problems.append(Problem("WORLD_SIZE", found.world_size, rule, "Start the ranks that were checked"))
-        raise JobError(problems)
+        raise JobError([Problem("WORLD_SIZE", found.world_size, rule, "Start the ranks that were checked")])
     host, local_rank, slots = spec.place(found.rank)
-    name = spec.hosts[host][0]
+    name, problems = spec.hosts[host][0], []
     if found.local_size != slots:
         rule = f"rank {found.rank} belongs to host {name}, which was checked with {slots} ranks"
         problems.append(Problem("LOCAL_SIZE", found.local_size, rule, "Give every host its slots"))
     by_deepspeed = environ.get(_CROSS_RANK)
     if by_deepspeed not in (None, str(host)) or (by_deepspeed is None and found.local_rank != local_rank):
-        rule = f"rank {found.rank} was checked as number {local_rank} on host {name}, and is elsewhere"
-        problems.append(
-            Problem("LOCAL_RANK", found.local_rank, rule, "Let the launcher fill one host after the other")
-        )
+        rule = f"rank {found.rank} was checked as number {local_rank} on host {name}, and is in another place"
+        remedy = "Let the launcher fill one host after the other"
+        problems.append(Problem("LOCAL_RANK", found.local_rank, rule, remedy))
     if problems:
         raise JobError(problems)
-    return RankEnvironment(
-        found.rank, found.world_size, local_rank, slots, found.master_addr, found.master_port
-    )
+    return replace(found, local_rank=local_rank, local_size=slots)
 
 
 def is_free_port(port: int) -> bool:

@@ -1,4 +1,4 @@
-"""A process that belongs to this one: it ends with it, and takes its own children along. Linux; no torch."""
+"""A process that belongs to this one: it ends with it, and takes its own children along. Linux."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _WORDS = {
 
 
 class StartPhases:
-    """What has been said of the phases of one start."""
+    """Logs the phases of one start that take long."""
 
     def __init__(self) -> None:
         self._phase = ""
@@ -38,7 +38,7 @@ class StartPhases:
         self._is_over = False
 
     def look(self, rank_0: RankState | None, now: float) -> None:
-        """Say what is due at time `now`; nothing any more when training has begun."""
+        """Log what is due at time `now`; nothing any more when training has begun."""
         if rank_0 is None or self._is_over:
             return
         if rank_0.phase != self._phase:
@@ -176,10 +176,7 @@ def _suspect(places: Mapping[int, str]) -> int | None:
 
 def innermost(stacks: str) -> str:
     """Function, file and line in which the main thread is."""
-    main = (
-        stacks[[match.start() for match in _THREAD.finditer(stacks)][-1] :] if "hread " in stacks else stacks
-    )
-    for line in main.splitlines():
+    for line in _THREAD.split(stacks)[-1].splitlines():
         if match := _FRAME.match(line):
             return f"{match[3]} ({PurePath(match[1]).name}:{match[2]})"
     return "an unknown place"

@@ -1,4 +1,4 @@
-"""How a rank tells its agent where it stands. No torch.
+"""How a rank tells its agent where it stands.
 
 The agent hands its rank one argument, `--agent=`, with the numbers of the descriptors that it has opened
 for it and what the launch decided.

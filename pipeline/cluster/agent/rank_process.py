@@ -1,4 +1,4 @@
-"""The rank that an agent has started: its process, what it reports, what it writes. No torch."""
+"""The rank that an agent has started: its process, what it reports, what it writes."""
 
 from __future__ import annotations
 

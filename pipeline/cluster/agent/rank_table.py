@@ -1,5 +1,4 @@
-"""What the coordinator knows of a start: where each rank stands, what failed first, and how it all ended. No
-torch.
+"""What the coordinator knows of a start: what each rank does, what failed first, and how all ended.
 
 A failure makes others: ranks lose a peer's connection a moment after the peer died, and report that. The
 first failure is therefore the earliest that does not report itself as a consequence.
@@ -18,7 +17,6 @@ from pipeline.cluster.outcome import Failure, Kind, Outcome, Status
 Phase = Literal[
     "starting", "preparing data", "joining", "building", "training", "evaluating", "saving", "finishing",
 ]  # fmt: skip
-_CONSEQUENCES = ("peer",)
 # How gloo, NCCL and torch's store say that the other end is gone.
 _PEER_WORDS = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused",
@@ -116,7 +114,7 @@ class RankTable:
 
 def first_failure(failures: Iterable[Failure]) -> Failure | None:
     """The cause of the others."""
-    return min(failures, key=lambda failure: (failure.kind in _CONSEQUENCES, failure.at), default=None)
+    return min(failures, key=lambda failure: (failure.kind == "peer", failure.at), default=None)
 
 
 def error_kind(error: BaseException) -> Kind:

@@ -26,8 +26,7 @@ KEY = "a key that nobody guesses"
 
 class Start:
     """A coordinator in this process, and agents beside it. `arguments`: of the job, from the coordinator;
-    without any they
-    stand on the agents' command lines."""
+    without any they are on the agents' command lines."""
 
     def __init__(
         self,

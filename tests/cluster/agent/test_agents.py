@@ -41,7 +41,7 @@ def test_ranks_that_finish(start: Start) -> None:
     assert consoles[1:] == ["", ""]
 
 
-def test_the_jobs_arguments_come_from_the_hub_however_long_they_are(tmp_path: Path) -> None:
+def test_the_jobs_arguments_come_from_the_coordinator_however_long_they_are(tmp_path: Path) -> None:
     """They are more than the 128 KiB of one argument, which pdsh makes of a whole command line."""
     odd = ("", "a b", "'", '"', "$HOME", "`id`", "%n", "\n", "ü", "\udcff")
     many = (f"{number:060d}" for number in range(3000))
@@ -99,7 +99,7 @@ def test_the_first_rank_that_fails_is_named(start: Start, fault: str, message: s
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("status", "code"), [("finished", 0), ("stopped", 3)])
-def test_a_rank_that_dies_after_its_last_word_is_told_and_fails_nothing(
+def test_a_rank_that_dies_after_its_final_report_is_reported_and_fails_nothing(
     start: Start, status: str, code: int
 ) -> None:
     start.all("1000" if status == "stopped" else "3", "0.05", "1:end:signal=SIGABRT")

@@ -85,7 +85,7 @@ def test_a_crowd_that_says_nothing_keeps_no_rank_out(coordinator: Coordinator) -
             stack.enter_context(contextlib.closing(connect(coordinator)))
             for _ in range(3 * handshake.MORE_UNVERIFIED)
         ]
-        until(coordinator, lambda: len(coordinator._listener) == handshake.MORE_UNVERIFIED + 2)
+        until(coordinator, lambda: len(coordinator._listener._unverified) == handshake.MORE_UNVERIFIED + 2)
         agent = stack.enter_context(contextlib.closing(connect(coordinator)))
         agent.sendall(hello())
         until(coordinator, lambda: 1 in coordinator.table.states)
@@ -99,9 +99,9 @@ def test_a_client_that_is_stuck_is_parted_with(
     monkeypatch.setattr(handshake, "HANDSHAKE_SECONDS", 0.3)
     with contextlib.closing(connect(coordinator)) as stuck:
         stuck.sendall(hello()[:20])
-        until(coordinator, lambda: len(coordinator._listener) == 1)
+        until(coordinator, lambda: len(coordinator._listener._unverified) == 1)
         until(coordinator, lambda: is_let_go(stuck))
-    assert len(coordinator._listener) == 0 and coordinator.table.states == {}
+    assert len(coordinator._listener._unverified) == 0 and coordinator.table.states == {}
 
 
 def test_a_first_message_without_an_end_is_not_kept(coordinator: Coordinator) -> None:
@@ -116,7 +116,7 @@ def test_a_first_message_without_an_end_is_not_kept(coordinator: Coordinator) ->
         thread = threading.Thread(target=speak, daemon=True)
         thread.start()
         until(coordinator, lambda: not thread.is_alive(), 10)
-    assert len(coordinator._listener) == 0
+    assert len(coordinator._listener._unverified) == 0
 
 
 def test_what_was_said_once_proves_nothing_again(coordinator: Coordinator) -> None:
@@ -198,7 +198,7 @@ def test_logs_of_very_many_ranks_do_not_cut_rank_0_off(monkeypatch: pytest.Monke
         b"SSH-2.0-OpenSSH\n",
     ],
 )
-def test_a_false_hub_is_not_obeyed(answer: bytes) -> None:
+def test_a_false_coordinator_is_not_obeyed(answer: bytes) -> None:
     """As when the launch has died, and another user of its host listens at its port."""
     with socket.create_server(("127.0.0.1", 0)) as false:
         spec = LaunchSpec(hosts=(("h", 2),), address="127.0.0.1", port=false.getsockname()[1])
@@ -214,7 +214,7 @@ def test_a_false_hub_is_not_obeyed(answer: bytes) -> None:
         client.close()
 
 
-def test_what_waits_for_a_hub_does_not_grow() -> None:
+def test_what_waits_for_a_coordinator_does_not_grow() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         spec = LaunchSpec(hosts=(("h", 2),), address="127.0.0.1", port=silent.getsockname()[1])
         client = CoordinatorClient(spec, KEY, PLACE, {"rank": 1}, Limits.of(TIMEOUT))

@@ -13,8 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cluster.agent.nonblocking_writer import MAX_LINE, NonBlockingWriter, PlainLines, Tail
-from pipeline.cluster.agent.rank_output import KEPT_STARTS, RankOutput, forget_old_starts
+from pipeline.cluster.agent.rank_output import (
+    KEPT_STARTS,
+    MAX_LINE,
+    NonBlockingWriter,
+    PlainLines,
+    RankOutput,
+    Tail,
+    forget_old_starts,
+)
 from tests.cluster.agent.agents import Start
 
 
