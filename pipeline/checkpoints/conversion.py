@@ -25,7 +25,7 @@ from pipeline.checkpoints.manifest import (
     size_of,
     write_converted_manifest,
 )
-from pipeline.checkpoints.output import only_one
+from pipeline.checkpoints.output import free_bytes, lack_of_space, only_one
 from pipeline.checkpoints.stored import StoredState
 from pipeline.checkpoints.universal import (
     WholeParameters,
@@ -178,12 +178,9 @@ def open_source(checkpoint: Checkpoint, job: Job) -> WholeParameters:
 
 
 def _check_space(needed: int, partial: PartialFolder) -> None:
-    free = shutil.disk_usage(partial.path).free
-    if needed > free:
-        rule = f"{needed / 1e9:.3f} GB are to be written, and {free / 1e9:.3f} GB are free there"
-        raise JobError(
-            [Problem("FOLDER", str(partial.folder), rule, "Make room, or name a folder elsewhere")]
-        )
+    if rule := lack_of_space(partial.path, needed, free_bytes(partial.path), "what is left to write"):
+        remedy = "Make room, or name a folder elsewhere"
+        raise JobError([Problem("FOLDER", str(partial.folder), rule, remedy)])
 
 
 def _write_parameters(

@@ -90,11 +90,11 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def lack_of_space(folder: Path, needed: int, free: int) -> str | None:
-    """The reason where `needed` bytes do not fit; None where they do."""
+def lack_of_space(folder: Path, needed: int, free: int, what: str = "the checkpoint") -> str | None:
+    """The reason where `needed` bytes for `what` do not fit; None where they do."""
     if needed + _SLACK <= free:
         return None
-    return f"no space left: {folder} has {readable(free)} free, the checkpoint takes {readable(needed)} there"
+    return f"no space left: {folder} has {readable(free)} free, {what} takes {readable(needed)} there"
 
 
 def space_problems(job: Job) -> list[Problem]:

@@ -304,7 +304,7 @@ def scale_of_conversion(job: Job, folder: Path) -> list[float | None]:
 def test_a_full_disk_is_known_beforehand(tmp_path: Path):
     job = invented_job(tmp_path)
     message, left = run_ranks(convert_without_space, 1, job, tmp_path)[0]
-    assert "GB are to be written, and 0.000 GB are free there" in message
+    assert "has 1 kB free, what is left to write takes" in message
     assert left == []
 
 

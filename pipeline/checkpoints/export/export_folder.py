@@ -19,7 +19,7 @@ from pipeline.base.problems import JobError, Problem
 from pipeline.base.user_input import exists, is_folder
 from pipeline.checkpoints.export.tensors import FORMATS, tensors, verified_state, write_weights
 from pipeline.checkpoints.manifest import Checkpoint
-from pipeline.checkpoints.output import only_one, output_problems
+from pipeline.checkpoints.output import free_bytes, lack_of_space, only_one, output_problems
 from pipeline.checkpoints.stored import StoredState
 from pipeline.data.tokenizer import Tokenizer, vocabulary_problems
 from pipeline.hugging_face.families import config_json, generation_config_json
@@ -99,13 +99,10 @@ def _folder_problems(export: Export) -> list[Problem]:
 
 def _room_problems(export: Export) -> list[Problem]:
     nearest = next(path for path in export.folder.resolve().parents if exists(path))
-    free, needed = shutil.disk_usage(nearest).free, export.num_bytes + SPARE_BYTES
-    if free >= needed:
-        return []
-    rule = f"needs {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free there"
-    return [
-        Problem("folder", str(export.folder), rule, "Make room, choose another disk, or a smaller --dtype")
-    ]
+    if rule := lack_of_space(nearest, export.num_bytes + SPARE_BYTES, free_bytes(nearest), "the export"):
+        remedy = "Make room, choose another disk, or a smaller --dtype"
+        return [Problem("folder", str(export.folder), rule, remedy)]
+    return []
 
 
 def write_export(export: Export) -> list[Path]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -106,7 +105,7 @@ def write_weights(
         largest_file: Bytes of tensors in one file; a larger tensor has one to itself.
 
     Returns:
-        The files of weights, which are on the disk; the index may not be yet.
+        The files of weights; neither they nor the index need be on the disk yet.
 
     Raises:
         JobError: the format does not reach as far as a value does.
@@ -149,8 +148,6 @@ def _write_file(
             if (given, tuple(tensor.shape)) != (name, shape):
                 raise ValueError(f"{given} {list(tensor.shape)} comes where {name} {list(shape)} belongs")
             file.write(_bytes(rounded(name, tensor, dtype)))
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _bytes(tensor: Tensor) -> memoryview:
