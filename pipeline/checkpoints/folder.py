@@ -39,6 +39,7 @@ DELETED = ".deleted"
 SEEN = ".seen-"  # begins the names of files by which a start finds out who shares the folder
 _LEFTOVER = re.compile(
     rf"global_step\d+({re.escape(PARTIAL)}|{re.escape(REPLACED)}|{MOVED_ASIDE}{re.escape(DELETED)})"
+    rf"|{re.escape(SEEN)}.*"
 )
 
 
@@ -50,17 +51,13 @@ def tag_of(step: int) -> str:
 def remove_leftovers(folder: Path) -> None:
     """Remove what crashes in the middle of a save or of a removal have left; for one rank, before any rank
     writes. What cannot be removed is a warning, and tried again before the next save."""
-    removals = [partial(_clear, path) for path in sorted(folder.iterdir()) if _is_leftover(path)]
+    removals = [partial(_clear, path) for path in sorted(folder.iterdir()) if _LEFTOVER.fullmatch(path.name)]
     removals += [partial(remove_unfinished, folder / name) for name in (LATEST, LINEAGE)]
     for remove in removals:
         try:
             remove()
         except OSError as error:
             logger.warning(f"{remove.args[0]} could not be removed: {error}")
-
-
-def _is_leftover(path: Path) -> bool:
-    return path.name.startswith(SEEN) or _LEFTOVER.fullmatch(path.name) is not None
 
 
 def _clear(path: Path) -> None:

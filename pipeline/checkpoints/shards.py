@@ -71,11 +71,6 @@ def torch_optimizer(engine: TrainEngine) -> torch.optim.Optimizer:
     return optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
 
 
-def is_replicated(engine: TrainEngine) -> bool:
-    """Whether every replica holds the whole state, so that only the first writes it."""
-    return isinstance(engine.deepspeed.optimizer, (torch.optim.Optimizer, FP16_UnfusedOptimizer))
-
-
 def reads_own_shards(engine: TrainEngine) -> bool:
     """Whether DeepSpeed can load what it saves: not what its bf16 optimizer writes on a pipeline without
     ZeRO, which it looks for in the file of another optimizer."""
@@ -246,7 +241,9 @@ def describe_shards(engine: TrainEngine) -> dict[str, Any]:
     """This rank's entry in `shards.json`."""
     here = engine.parallel.coordinates
     names = parameter_names(engine)
-    writes = not is_replicated(engine) or (here.data == 0 and here.sequence == 0)
+    # Of replicas that all hold the whole state only the first writes it.
+    replicated = isinstance(engine.deepspeed.optimizer, (torch.optim.Optimizer, FP16_UnfusedOptimizer))
+    writes = not replicated or (here.data == 0 and here.sequence == 0)
     return {
         "stage": here.pipeline,
         "tensor": here.tensor,

@@ -115,7 +115,10 @@ class StoredState:
         Args:
             wanted: None: all of it.
         """
-        return _with_own_storage(self.view(name, key, wanted))
+        values = self.view(name, key, wanted)
+        if values.untyped_storage().nbytes() == values.nbytes:  # not a view of more
+            return values
+        return _pages(values.numel()).copy_(values)
 
     def view(self, name: str, key: str, wanted: Slice | None = None) -> Tensor:
         """As `read`, but values that are consecutive in a file are not copied: they are mapped from it."""
@@ -205,13 +208,6 @@ class StoredState:
             located[name] = [sorted(found[name][at], key=attrgetter("start")) for at in used]
             _check_coverage(name, located[name], slicing.numel)
         return located
-
-
-def _with_own_storage(values: Tensor) -> Tensor:
-    """Values that are all that their storage holds: themselves, or a copy where they are a view of more."""
-    if values.untyped_storage().nbytes() == values.nbytes:
-        return values
-    return _pages(values.numel()).copy_(values)
 
 
 def _pages(numel: int) -> Tensor:

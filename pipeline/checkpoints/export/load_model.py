@@ -62,13 +62,11 @@ def from_folder(folder: Path, tokenizer_name: str | None, dtype: torch.dtype) ->
         rule = f"{len(spoiled)} tensors hold values that it cannot, {spoiled[0]} among them"
         name = str(dtype).removeprefix("torch.")
         raise JobError([Problem("dtype", name, rule, "Use another --dtype, or other weights")])
-    model.generation_config = _only_ids(model.generation_config)
+    ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+    model.generation_config = GenerationConfig(
+        **{name: getattr(model.generation_config, name) for name in ids}
+    )
     return Loaded(model.eval(), tokenizer)
-
-
-def _only_ids(config: GenerationConfig) -> GenerationConfig:
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    return GenerationConfig(**{name: getattr(config, name) for name in names})
 
 
 def from_checkpoint(

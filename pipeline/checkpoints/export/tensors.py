@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -117,10 +117,12 @@ def write_weights(
     if len(plan) > 1:
         names = [f"model-{number:05}-of-{len(plan):05}.safetensors" for number in range(1, len(plan) + 1)]
     remaining = iter(values)
-    for name, tensors in zip(names, plan, strict=True):
-        _write_file(folder / name, {each: shapes[each] for each in tensors}, remaining, dtype)
+    for name, part in zip(names, plan, strict=True):
+        _write_file(folder / name, {each: shapes[each] for each in part}, remaining, dtype)
     if len(plan) > 1:
-        _write_index(folder / INDEX, dict(zip(names, plan, strict=True)), _size(shapes, dtype))
+        places = {tensor: name for name, part in zip(names, plan, strict=True) for tensor in part}
+        index = {"metadata": {"total_size": _size(shapes, dtype)}, "weight_map": places}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return [folder / name for name in names]
 
 
@@ -170,9 +172,3 @@ def _header(shapes: Mapping[str, Shape], dtype: torch.dtype) -> bytes:
 
 def _size(shapes: Mapping[str, Shape], dtype: torch.dtype) -> int:
     return sum(map(math.prod, shapes.values())) * SIZES[FORMATS[dtype]]
-
-
-def _write_index(path: Path, files: Mapping[str, Sequence[str]], size: int) -> None:
-    places = {tensor: name for name, tensors in files.items() for tensor in tensors}
-    content = {"metadata": {"total_size": size}, "weight_map": places}
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
