@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+Severity = Literal["error", "warning", "note"]
+
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
 EXIT_WRONG_JOB = 2
@@ -24,18 +26,20 @@ class Problem:
         key: The option, JSON key (dotted) or file and line that carries the value.
         value: What was given, as the user wrote it.
         rule: What must hold, with the numbers worked out.
-        remedy: What to change, concretely.
-        severity: An ``error`` refuses the job; a ``warning`` is printed and the job goes on.
+        remedy: What to change, concretely; a note has none.
+        severity: An ``error`` refuses the job; a ``warning`` is printed and the job goes on; a ``note`` says
+            that a setting changes nothing here.
     """
 
     key: str
     value: object
     rule: str
     remedy: str
-    severity: Literal["error", "warning"] = "error"
+    severity: Severity = "error"
 
     def __str__(self) -> str:
-        return f"{self.severity}: {self.key} = {self.value!r}: {self.rule}. {self.remedy}."
+        remedy = f" {self.remedy}." if self.remedy else ""
+        return f"{self.severity}: {self.key} = {self.value!r}: {self.rule}.{remedy}"
 
 
 class JobError(ValueError):

@@ -37,20 +37,19 @@ BUCKET_ON_CPU = 1_000_000
 
 
 def deepspeed_dict(
-    settings: Settings,
+    facts: Facts,
     batch: Batch,
     precision: Precision,
     gradient_clipping: float,
     reduce_bucket: int | None,
-    log_interval: int,
 ) -> dict[str, Any]:
     """The dict of a job.
 
     Args:
         reduce_bucket: Elements to reduce at a time; None where the JSON says it or nothing reads it.
     """
-    config = settings.config
-    values = _passed("", settings.values)
+    config = facts.config
+    values = _passed("", facts.settings.values, facts.zero_stage)
     values.update(
         train_micro_batch_size_per_gpu=batch.micro_batch_size,
         gradient_accumulation_steps=batch.accumulation_steps,
@@ -66,23 +65,27 @@ def deepspeed_dict(
     for name in ("bf16", "fp16"):
         values[name] = {**values.get(name, {}), "enabled": precision.compute == name}
     bucket = {} if reduce_bucket is None else {"reduce_bucket_size": reduce_bucket}
-    zero = {"stage": config.zero_optimization.stage, **values.get("zero_optimization", {})}
-    values["zero_optimization"] = zero | bucket
+    overlap = {"overlap_comm": False} if facts.stages > 1 and config.zero_optimization.overlap_comm else {}
+    zero = {"stage": facts.zero_stage, **values.get("zero_optimization", {})}
+    values["zero_optimization"] = zero | bucket | overlap
     if "steps_per_print" not in values:
-        values["steps_per_print"] = log_interval if values.get("wall_clock_breakdown") else NEVER
+        values["steps_per_print"] = (
+            facts.options.log_interval if values.get("wall_clock_breakdown") else NEVER
+        )
     return dict(sorted(values.items()))
 
 
-def _passed(block: str, values: dict[str, Any]) -> dict[str, Any]:
-    """The part of the JSON that DeepSpeed reads itself."""
+def _passed(block: str, values: dict[str, Any], zero_stage: int) -> dict[str, Any]:
+    """The part of the JSON that DeepSpeed reads itself, and that acts at this stage of ZeRO."""
     kept: dict[str, Any] = {}
     for name, value in values.items():
         path = f"{block}.{name}" if block else name
         if path not in KEYS:  # scheduler.params: never DeepSpeed's
             continue
-        passed = KEYS[path].details.get("passed", False)
+        details = KEYS[path].details
+        passed = details.get("passed", False) and zero_stage in details.get("zero_stages", (zero_stage,))
         if isinstance(value, dict):
-            inside = _passed(path, value)
+            inside = _passed(path, value, zero_stage)
             if inside or passed:
                 kept[name] = inside
         elif passed:

@@ -6,22 +6,26 @@ An unknown raises `Undecided` where it is read.
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from pipeline.base.fields import AUTO, Undecided, build, check
+from pipeline.base.fields import AUTO, MISSING, Undecided, build, check
 from pipeline.base.json_reader import Document
-from pipeline.base.problems import Problem
+from pipeline.base.problems import Problem, Severity
 from pipeline.base.words import did_you_mean
 from pipeline.data.corpus import SourceSpec
 from pipeline.data.tokenizer import TokenizerFacts
-from pipeline.job.job import Batch, Dtype
+from pipeline.job.foreign_keys import FOREIGN, OLD_NAMES, Foreign
+from pipeline.job.job import Batch, Dtype, Resolved
 from pipeline.job.models import TrainingDefaults, training_defaults
 from pipeline.job.options import Options
-from pipeline.job.schema import KEYS, REFUSED, REMOVED, DeepSpeedConfig, children
+from pipeline.job.schema import KEYS, DeepSpeedConfig, children
 from pipeline.job.world import World
 from pipeline.model.config import ModelConfig
+
+_ZERO = "zero_optimization"
 
 
 class Settings:
@@ -30,17 +34,24 @@ class Settings:
     Attributes:
         config: Typed values, with the defaults of what is absent. A value that was refused raises `Undecided`
             where it is read; so does every value of a file that is no JSON.
-        values: The usable part of what was written.
-        problems: Why the rest is not.
+        values: The usable part of what was written, under the names that DeepSpeed has now.
+        problems: Why the rest is not, and notes on what changes nothing.
+        left_open: Keys that are "auto" and then as if they were absent, and their defaults.
     """
 
     def __init__(self, document: Document) -> None:
         self._document = document
         self.values: dict[str, Any] = copy.deepcopy(document.values)
-        problems = check(DeepSpeedConfig, self.values, document.where, self._refuse)
-        self.problems = [*document.problems, *problems]
+        self.problems: list[Problem] = list(document.problems)
+        self.left_open: list[Resolved] = []
+        self._old_names: dict[str, str] = {}
+        self._take_old_names()
+        self._take_block("", self.values)
+        # What the rules and the records see of what was written; wrong values are removed from `values` only.
+        self._taken: dict[str, Any] = copy.deepcopy(self.values)
+        self.problems += check(DeepSpeedConfig, self.values, self.where, self._refuse)
         unread = bool(document.problems) and not document.values
-        written = dict.fromkeys(children("")) if unread else document.values
+        written = dict.fromkeys(children("")) if unread else self._taken
         self.config: DeepSpeedConfig = build(DeepSpeedConfig, self.values, written)
 
     @property
@@ -62,7 +73,7 @@ class Settings:
 
     def absent(self, key: str) -> bool:
         """Whether the JSON does not have the key, not even with a value that was refused."""
-        written: Any = self._document.values
+        written: Any = self._taken
         for name in key.split("."):
             if not isinstance(written, dict) or name not in written:
                 return True
@@ -70,38 +81,109 @@ class Settings:
         return False
 
     def where(self, key: str) -> str:
-        """The key with its file and line."""
-        return self._document.where(key)
+        """The key as it was written, with its file and line."""
+        return self._document.where(self._old_names.get(key, key))
 
-    def problem(self, key: str, rule: str, remedy: str, value: object = None, warn: bool = False) -> Problem:
+    def problem(
+        self, key: str, rule: str, remedy: str, value: object = None, severity: Severity = "error"
+    ) -> Problem:
         """A problem of one key, at its line. `value` stands in for a key that is absent."""
         shown = _at(self.values, key) if value is None else value
-        return Problem(self.where(key), shown, rule, remedy, "warning" if warn else "error")
+        return Problem(self.where(key), shown, rule, remedy, severity)
+
+    def note(self, key: str, rule: str) -> Problem:
+        """That a key changes nothing."""
+        return self.problem(key, rule, "", severity="note")
+
+    def _take_old_names(self) -> None:
+        """Put what DeepSpeed still reads under an old name where it belongs."""
+        if isinstance(self.values.get(_ZERO), bool):
+            self._note(_ZERO, self.values[_ZERO], "is DeepSpeed's old form of stage 1 or 0")
+            self.values[_ZERO] = {"stage": int(self.values[_ZERO])}
+        for old, (new, convert) in OLD_NAMES.items():
+            value = _remove(self.values, old)
+            if value is None:
+                continue
+            became, there = convert(value), _at(self.values, new)
+            if there not in (None, became):
+                rule = f"is the old name of {new}, which has another value"
+                self.problems.append(Problem(self.where(old), value, rule, "Remove it"))
+                continue
+            self._note(old, value, f"is an old name of {new}, and taken as {json.dumps(became)} there")
+            self._old_names[new] = old
+            _set(self.values, new, became)
+        kind = _at(self.values, "optimizer.type")
+        if isinstance(kind, str):  # as DeepSpeed reads it
+            names = {name.lower(): name for name in KEYS["optimizer.type"].choices}
+            self.values["optimizer"]["type"] = names.get(kind.lower(), kind)
+
+    def _take_block(self, block: str, values: dict[str, Any]) -> None:
+        """Remove what changes nothing, with a note, what is not taken, with the reason, and what is "auto"
+        where it is then as if it were absent."""
+        for name, value in list(values.items()):
+            path = f"{block}.{name}" if block else name
+            key, foreign = KEYS.get(path), FOREIGN.get(path)
+            if foreign is not None:
+                del values[name]
+                self._answer(path, value, foreign)
+            elif isinstance(value, dict) and (key.block if key else _has_foreign_keys(path)):
+                was_empty = not value
+                self._take_block(path, value)
+                if not value and not was_empty:
+                    del values[name]
+            elif value == AUTO and key and not key.auto and key.default is not MISSING and not key.block:
+                del values[name]
+                self.left_open.append(Resolved(path, key.default_text, '"auto", as if it were absent'))
+
+    def _answer(self, path: str, value: object, foreign: Foreign) -> None:
+        if foreign.inert(value):
+            self._note(path, value, foreign.note)
+        else:
+            self.problems.append(Problem(self.where(path), value, foreign.rule, foreign.remedy))
+
+    def _note(self, path: str, value: object, rule: str) -> None:
+        self.problems.append(Problem(self.where(path), value, rule, "", "note"))
 
     def _refuse(self, block: str, name: str, value: object) -> Problem | None:
-        """Why a key is not taken here, or not with "auto"."""
+        """Why a key that nobody knows is not taken, or "auto" where nothing can stand in for a value."""
         path = f"{block}.{name}" if block else name
-        reason = _foreign(block, name, path)
+        reason = _unknown(block, name, path)
         if reason is None and value == AUTO and not KEYS[path].auto:
-            rule = '"auto" is resolved for batch sizes, optimizer and schedule values and bf16.enabled only'
-            reason = rule, f"Give {KEYS[path].words}, or leave it out"
+            reason = "is required, and nothing decides it", f"Give {KEYS[path].words}"
         return reason and Problem(self.where(path), value, *reason)
 
 
-def _foreign(block: str, name: str, path: str) -> tuple[str, str] | None:
-    """Rule and remedy for a key that is none of those that act."""
-    if "." in name and (path in KEYS or path in REFUSED or path in REMOVED):
+def _unknown(block: str, name: str, path: str) -> tuple[str, str] | None:
+    """Rule and remedy for a key that is none of DeepSpeed's."""
+    if "." in name and (path in KEYS or path in FOREIGN):
         outer, inner = path.rsplit(".", 1)
         return "a key with a dot in it is no key of a block", f'Write "{inner}" inside the block {outer}'
-    if path in REMOVED:
-        return "DeepSpeed 0.19 has removed this key", REMOVED[path]
-    if path in REFUSED:
-        return REFUSED[path]
     if path in KEYS:
         return None
     owners = [each for each in KEYS if each.rpartition(".")[2] == name]
     belongs = f"It belongs at {' or '.join(owners)}" if owners and name not in children(block) else None
     return f"there is no such key{block and f' in {block}'}", belongs or did_you_mean(name, children(block))
+
+
+def _has_foreign_keys(block: str) -> bool:
+    return any(path.startswith(f"{block}.") for path in FOREIGN)
+
+
+def _remove(values: Any, key: str) -> Any:
+    """Take the value of a dotted key out; None where there is none."""
+    outer, _, name = key.rpartition(".")
+    block = _at(values, outer) if outer else values
+    return block.pop(name, None) if isinstance(block, dict) else None
+
+
+def _set(values: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key, making the blocks around it."""
+    *blocks, name = key.split(".")
+    for block in blocks:
+        if not isinstance(values.get(block), dict):
+            values[block] = {}
+        values = values[block]
+    values[name] = value
 
 
 def _at(values: Any, key: str) -> Any:
@@ -209,7 +291,8 @@ class Facts:
 
     @property
     def zero_stage(self) -> int:
-        return self.config.zero_optimization.stage
+        stage = self.config.zero_optimization.stage
+        return 1 if stage == AUTO else stage
 
     @property
     def uses_bf16_optimizer(self) -> bool:
@@ -232,7 +315,8 @@ class Facts:
 
     @property
     def fp16(self) -> bool:
-        return self.config.fp16.enabled
+        enabled = self.config.fp16.enabled
+        return self.world.device == "cuda" and not self.bf16 if enabled == AUTO else enabled
 
     @property
     def compute(self) -> Dtype:

@@ -25,7 +25,7 @@ def tensor_in_host(f: Facts) -> Iterable[Problem]:
     if cut:
         rule = f"a tensor group spans hosts (a host ends after rank {cut[0] - 1}), and talks in every layer"
         remedy = "Use a tensor size that divides the slots of each host"
-        yield f.settings.problem("tensor_parallel.autotp_size", rule, remedy, f.tensor, warn=True)
+        yield f.settings.problem("tensor_parallel.autotp_size", rule, remedy, f.tensor, severity="warning")
 
 
 def tensor_divides(f: Facts) -> Iterable[Problem]:
@@ -123,4 +123,5 @@ def micro_batches(f: Facts) -> Iterable[Problem]:
     if dual:
         rule = f"DualPipeV needs 2 * {f.stages} stages = {least}, and there are {steps}"
     key = "gradient_accumulation_steps"
-    yield f.settings.problem(key, rule, f"Use at least {least} micro-batches per step", steps, warn=not dual)
+    remedy = f"Use at least {least} micro-batches per step"
+    yield f.settings.problem(key, rule, remedy, steps, "error" if dual else "warning")

@@ -6,7 +6,7 @@ The ``scheduler`` block becomes a schedule, or every reason why not.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from pipeline.base.fields import AUTO, MISSING, Field, Undecided, remedy_for, va
 from pipeline.base.problems import Problem
 from pipeline.base.words import did_you_mean
 from pipeline.job.facts import Facts, known
+from pipeline.job.foreign_keys import Foreign, never, only
 from pipeline.job.job import Batch, OptimizerConfig, Resolved
 from pipeline.job.models import TrainingDefaults
 from pipeline.job.schedules import SCHEDULES, ConstantLR, LearningRate, parameters
@@ -121,24 +122,28 @@ def _optimizer(facts: Facts, peak: float, notes: list[Resolved]) -> OptimizerCon
 
 PEAK_NAMES = ("warmup_max_lr", "cycle_max_lr")
 
-_MOMENTUM = (
+_MOMENTUM = Foreign(
+    "the optimizer's betas stay constant here",
+    only(False),
     "the optimizer's betas stay constant here, a cycled momentum is not supported",
-    'Remove it; "cycle_momentum": false alone is accepted',
+    'Set "cycle_momentum" to false',
 )
+_MOMENTA = ("cycle_min_mom", "cycle_max_mom", "decay_mom_rate")
 _RATIO = "WarmupCosineLR multiplies the optimizer's rate by ratios and has no rate of its own"
 _RESUME = "the step comes from the checkpoint"
 
-# (rule, remedy) for parameters that DeepSpeed's users bring along but that would do nothing, by schedule;
-# those of "" in any.
-REFUSED_PARAMETERS: dict[str, dict[str, tuple[str, str]]] = {
-    "OneCycle": dict.fromkeys(
-        ("cycle_momentum", "cycle_min_mom", "cycle_max_mom", "decay_mom_rate"), _MOMENTUM
-    ),
-    "WarmupCosineLR": {
-        "warmup_max_lr": (_RATIO, "Set optimizer.params.lr instead"),
-        "warmup_min_lr": (_RATIO, "Set warmup_min_ratio instead"),
+# Parameters that DeepSpeed's users bring along and that do not act here, by schedule; those of "" in any.
+FOREIGN_PARAMETERS: dict[str, dict[str, Foreign]] = {
+    "OneCycle": {
+        "cycle_momentum": _MOMENTUM,
+        # Inert where cycle_momentum is false.
+        **dict.fromkeys(_MOMENTA, replace(_MOMENTUM, inert=never)),
     },
-    "": {"last_batch_iteration": (_RESUME, "Remove it")},
+    "WarmupCosineLR": {
+        "warmup_max_lr": Foreign("", never, _RATIO, "Set optimizer.params.lr instead"),
+        "warmup_min_lr": Foreign("", never, _RATIO, "Set warmup_min_ratio instead"),
+    },
+    "": {"last_batch_iteration": Foreign(_RESUME, only(-1), _RESUME, "Remove it")},
 }
 
 
@@ -218,20 +223,26 @@ class _Builder:
         """Every field of the schedule, or None after a problem."""
         before, known = len(self.problems), parameters(kind)
         self.refuse_unknown(kind, params)
+        if kind == "OneCycle" and "cycle_momentum" not in params:
+            self.resolved.append(Resolved("scheduler.params.cycle_momentum", False, _MOMENTUM.note))
         values: dict[str, Any] = {}
         if kind == "WarmupCosineLR":
             values["lr"] = self.derive("peak", "optimizer.params.lr", {})
         for name, parameter in known.items():
             values[name] = self.value(name, parameter, params, values)
-        return values if len(self.problems) == before else None
+        failed = any(problem.severity == "error" for problem in self.problems[before:])
+        return None if failed else values
 
     def refuse_unknown(self, kind: str, params: dict[str, Any]) -> None:
-        refused, known = {**REFUSED_PARAMETERS.get(kind, {}), **REFUSED_PARAMETERS[""]}, parameters(kind)
+        refused, known = {**FOREIGN_PARAMETERS.get(kind, {}), **FOREIGN_PARAMETERS[""]}, parameters(kind)
         for name, value in params.items():
-            if name == "cycle_momentum" and value is False:
-                continue  # as it is here
-            if name in refused:
-                self.refuse(f"scheduler.params.{name}", value, *refused[name])
+            unused = name in _MOMENTA and params.get("cycle_momentum") is False
+            if name in refused and (unused or refused[name].inert(value)):
+                self.problems.append(
+                    Problem(self.where(f"scheduler.params.{name}"), value, refused[name].note, "", "note")
+                )
+            elif name in refused:
+                self.refuse(f"scheduler.params.{name}", value, refused[name].rule, refused[name].remedy)
             elif name not in known:
                 rule = f"{kind} has no such parameter"
                 self.refuse(f"scheduler.params.{name}", value, rule, did_you_mean(name, known))

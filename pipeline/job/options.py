@@ -41,6 +41,8 @@ class Options:
     deepspeed_config: Name = "ds_configs/zero1.json"
     """DeepSpeed JSON: batch sizes, precision, ZeRO, optimizer, schedule and the parallel sizes. A relative
     path is looked up in the current folder, then in the project's."""
+    strict: bool = False
+    """Refuse what is otherwise noted: keys of the JSON that change nothing in this job."""
     model: Name = "auto"
     """Preset name, or a Hugging Face folder, whose weights and tokenizer are used where it has some, or a
     config.json, for random weights. auto: tiny on CPU, gpt2-124m on GPU."""

@@ -9,11 +9,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from pipeline.base.fields import Field, Form
-from pipeline.job.learning import REFUSED_PARAMETERS
+from pipeline.base.fields import Field, Form, shown
+from pipeline.job.foreign_keys import DEEPSPEED_DEFAULTS, FOREIGN, OLD_NAMES, anything
+from pipeline.job.learning import FOREIGN_PARAMETERS
 from pipeline.job.rules import RULES
 from pipeline.job.schedules import SCHEDULES, parameters
-from pipeline.job.schema import KEYS, REFUSED, REMOVED
+from pipeline.job.schema import KEYS
 
 PROJECT = Path(__file__).resolve().parents[2]
 RULES_PAGE = PROJECT / "docs" / "rules.md"
@@ -36,7 +37,8 @@ def rules_page() -> str:
         "Made by `python -m pipeline.job.pages` from `pipeline/job/rules.py`; not by hand.",
         "",
         "A job that breaks one is refused with exit code 2 before any rank starts; all problems are reported",
-        "together, each with the key, its value and a remedy. Warnings are printed, and the job goes on.",
+        "together, each with the key, its value and a remedy. With warnings and notes a job starts;",
+        "`--strict` makes notes errors.",
         "Types, ranges and names of single keys are in [ds_configs/README.md](../ds_configs/README.md).",
         "",
         *_table(("rule", "what must hold", "why"), ((r.name, r.sentence, r.reason) for r in RULES)),
@@ -60,14 +62,28 @@ def _key_lines() -> Iterator[str]:
         yield from ("", f"`scheduler.params` of `{kind}`:", "")
         rows = ((f"`{name}`", _type(p), p.default_text, p.meaning) for name, p in parameters(kind).items())
         yield from _table(("parameter", "type", "default", "meaning"), rows)
-    yield from ("", "### Keys that are refused", "", "DeepSpeed 0.19 removed these:", "")
-    yield from _table(("key", "remedy"), ((f"`{key}`", remedy) for key, remedy in REMOVED.items()))
-    yield from ("", "DeepSpeed knows these, and they are not taken here:", "")
-    refused = [(f"`{key}`", rule, remedy) for key, (rule, remedy) in REFUSED.items()]
-    for kind, names in REFUSED_PARAMETERS.items():
+    yield from ("", "### Keys that change nothing", "")
+    yield "Taken with a note, whatever their value; so are keys of other ZeRO stages and of absent offloads."
+    yield from ("", *_table(("key", "why"), _inert_rows()))
+    yield from ("", "Old names that are taken as the ones that DeepSpeed has now:", "")
+    yield from _table(
+        ("old name", "taken as"), ((f"`{old}`", f"`{new}`") for old, (new, _) in OLD_NAMES.items())
+    )
+    yield from ("", "Absent keys that mean something else to DeepSpeed:", "")
+    defaults = ((f"`{key}`", shown(value)) for key, value in DEEPSPEED_DEFAULTS.items())
+    yield from _table(("key", "DeepSpeed's default"), defaults)
+    yield from ("", "### Keys that are refused", "")
+    yield from ("Unless they are off or ask for what is so, which is taken with a note.", "")
+    refused = [(f"`{key}`", each.rule, each.remedy) for key, each in FOREIGN.items() if each.rule]
+    for kind, names in FOREIGN_PARAMETERS.items():
         owner = f" of `{kind}`" if kind else ""
-        refused += [(f"`scheduler.params.{name}`{owner}", *why) for name, why in names.items()]
+        keys = ((f"`scheduler.params.{name}`{owner}", each) for name, each in names.items())
+        refused += [(key, each.rule, each.remedy) for key, each in keys if each.rule]
     yield from _table(("key", "why", "remedy"), refused)
+
+
+def _inert_rows() -> Iterator[tuple[str, str]]:
+    return ((f"`{key}`", each.note) for key, each in FOREIGN.items() if each.inert is anything)
 
 
 def _key_row(path: str, key: Field) -> tuple[str, ...]:

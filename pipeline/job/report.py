@@ -21,6 +21,8 @@ from pipeline.parallel.mesh import Mesh
 # Longest rank grid shown in full, in lines; of a longer one the ends are.
 GRID_LINES = 24
 PIPED_WIDTH = 110
+# By severity, the worst first.
+_STYLES = {"error": "bold red", "warning": "bold yellow", "note": "dim"}
 
 
 def console(stderr: bool = False) -> Console:
@@ -41,7 +43,7 @@ def describe(draft: Draft) -> RenderableType:
 def print_problems(out: Console, problems: Sequence[Problem]) -> None:
     """Errors first, each with its remedy on a line of its own. Long lines are left to the terminal, so
     that a search in the output finds whole sentences."""
-    for problem in sorted(problems, key=lambda problem: problem.severity):
+    for problem in _ordered(problems):
         out.print(_problem(problem), soft_wrap=True)
 
 
@@ -57,8 +59,11 @@ def print_interruption(error: OSError | KeyboardInterrupt) -> None:
 
 def problems_text(problems: Sequence[Problem]) -> str:
     """The same without colours."""
-    ordered = sorted(problems, key=lambda problem: problem.severity)
-    return "\n".join(_problem(problem).plain for problem in ordered)
+    return "\n".join(_problem(problem).plain for problem in _ordered(problems))
+
+
+def _ordered(problems: Sequence[Problem]) -> list[Problem]:
+    return sorted(problems, key=lambda problem: list(_STYLES).index(problem.severity))
 
 
 def verdict(draft: Draft) -> Text:
@@ -238,8 +243,8 @@ def _pairs(title: str, rows: Iterable[tuple[str, str]]) -> Table:
 
 
 def _problem(problem: Problem) -> Text:
-    style = "bold red" if problem.severity == "error" else "bold yellow"
+    remedy = f"\n       {problem.remedy}." if problem.remedy else ""
     return Text.assemble(
-        (f"{problem.severity}: ", style), f"{problem.key} = {problem.value!r}: {problem.rule}.\n",
-        ("       ", ""), f"{problem.remedy}.",
-    )  # fmt: skip
+        (f"{problem.severity}: ", _STYLES[problem.severity]),
+        f"{problem.key} = {problem.value!r}: {problem.rule}.{remedy}",
+    )

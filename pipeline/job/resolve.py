@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipeline.base.fields import AUTO, Undecided
+from pipeline.base.fields import AUTO, Undecided, shown
 from pipeline.base.json_reader import read_json
 from pipeline.base.problems import JobError, Problem
 from pipeline.base.user_input import exists, parse_duration
@@ -17,6 +17,7 @@ from pipeline.job.batch import MICRO, STEPS, TRAIN, BatchRequest, resolve_batch
 from pipeline.job.data_sources import training_sources, validation_sets
 from pipeline.job.deepspeed_dict import deepspeed_dict, reduce_bucket, resolved_monitors
 from pipeline.job.facts import Facts, Settings, known
+from pipeline.job.foreign_keys import DEEPSPEED_DEFAULTS
 from pipeline.job.initial_weights import InitialWeights, initial_weights
 from pipeline.job.job import (
     Batch,
@@ -145,9 +146,18 @@ def examine(
     draft.derive("output folder", _check_folder, facts, draft)
     draft.derive("weights", _weights, facts, draft)
     draft.problems += check_rules(replace(facts, _batch=draft.batch, failures=draft.failures))
+    if options.strict:
+        draft.problems = [_as_error(problem) for problem in draft.problems]
     if not draft.errors:
         draft.job = _assemble(facts, draft)
     return draft
+
+
+def _as_error(problem: Problem) -> Problem:
+    """A note as an error, for --strict."""
+    if problem.severity != "note":
+        return problem
+    return replace(problem, severity="error", remedy="Remove it, or leave --strict out")
 
 
 def config_path(given: str) -> Path:
@@ -183,6 +193,10 @@ def _precision(facts: Facts, draft: Draft) -> Precision:
         draft.note("bf16.enabled", facts.bf16, reason)
     else:
         reason = f"the JSON turns {facts.compute} on" if facts.compute != "fp32" else "no bf16, no fp16"
+    if facts.config.fp16.enabled == AUTO:
+        draft.note("fp16.enabled", facts.fp16, "on CUDA devices where bf16 is off")
+    if facts.config.zero_optimization.stage == AUTO:
+        draft.note("zero_optimization.stage", facts.zero_stage, "it goes with every layout")
     return Precision(facts.compute, facts.accumulation, reason)
 
 
@@ -284,6 +298,8 @@ def _assemble(facts: Facts, draft: Draft) -> Job:
     output_dir, clipping = _output_dir(facts, draft), _clipping(facts, draft)
     batch, precision = known(draft.batch), known(draft.precision)
     bucket = _reduce_bucket(facts, draft)
+    decided = {note.key for note in draft.resolved}
+    draft.resolved += [note for note in settings.left_open if note.key not in decided]
     return Job(
         options=options,
         world=facts.world,
@@ -312,12 +328,20 @@ def _assemble(facts: Facts, draft: Draft) -> Job:
         gradient_clipping=clipping,
         optimizer=known(draft.optimizer),
         output_dir=output_dir,
-        deepspeed=deepspeed_dict(settings, batch, precision, clipping, bucket, options.log_interval),
+        deepspeed=deepspeed_dict(facts, batch, precision, clipping, bucket),
         monitors=resolved_monitors(settings, output_dir),
         json=settings.written,
-        resolved=tuple(draft.resolved),
+        resolved=tuple(_beside_deepspeed(note, settings) for note in draft.resolved),
         problems=tuple(draft.problems),
     )
+
+
+def _beside_deepspeed(note: Resolved, settings: Settings) -> Resolved:
+    """The same, with DeepSpeed's default where an absent key means something else there."""
+    other = DEEPSPEED_DEFAULTS.get(note.key)
+    if other in (None, note.value) or not settings.absent(note.key):
+        return note
+    return replace(note, reason=f"{note.reason}; DeepSpeed's default is {shown(other)}")
 
 
 def _data(facts: Facts, draft: Draft, output_dir: str) -> DataSpec:

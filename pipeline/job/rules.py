@@ -35,7 +35,7 @@ class Rule:
 
 
 def check_rules(facts: Facts) -> list[Problem]:
-    """The problems of all rules, errors and warnings."""
+    """The problems of all rules, with warnings and notes."""
     problems: list[Problem] = []
     for rule in RULES:
         try:
@@ -84,23 +84,24 @@ RULES: tuple[Rule, ...] = (
          "(warning)", "stages stand idle until the pipeline is full", layout.micro_batches),
     Rule("ZeRO and pipeline", "ZeRO stages 2 and 3 need one pipeline stage",
          "their gradient shards are reduced per micro-batch, which a pipeline cannot", zero.zero_pipeline),
-    Rule("ZeRO keys", "A key of zero_optimization is given only at a stage where it acts",
-         "an ignored setting misleads", zero.zero_keys),
-    Rule("NVMe", "NVMe offload needs ZeRO stage 3 and a path, and its keys need NVMe",
+    Rule("ZeRO keys", "An offload is asked for only at a stage that has it; other keys of other stages are "
+         "taken (note)", "without it memory is missed; people edit the stage in files that they have",
+         zero.zero_keys),
+    Rule("NVMe", "NVMe offload needs ZeRO stage 3 and a path; its keys do not act without it (note)",
          "only stage 3 swaps", zero.nvme),
-    Rule("aio", "aio needs offload to NVMe", "it serves nothing else", zero.aio),
+    Rule("aio", "aio does not act without offload to NVMe (note)", "it serves nothing else", zero.aio),
     Rule("offload ratio", "A ratio needs offload of the optimizer to cpu",
          "it splits state between GPU and CPU", zero.offload_ratio),
-    Rule("overlap and pipeline", "overlap_comm needs one pipeline stage",
-         "DeepSpeed turns it off under pipelines", zero.overlap_pipeline),
+    Rule("overlap and pipeline", "overlap_comm is off with pipeline stages (note)",
+         "DeepSpeed turns it off there", zero.overlap_pipeline),
     Rule("second shard", "zero_hpz_partition_size divides data * sequence, and excludes tensor parallelism",
          "each second shard is whole, and DeepSpeed groups consecutive ranks", zero.second_shard),
-    Rule("bf16 at stage 1", "Bucket settings do not act at stage 1 with bf16 and fp32 sums (warning)",
+    Rule("bf16 at stage 1", "Bucket settings do not act at stage 1 with bf16 and fp32 sums (note)",
          "DeepSpeed uses another optimizer wrapper there", zero.bf16_optimizer_keys),
     Rule("overflow check", "check_grad_overflow acts at ZeRO 2, and at ZeRO 1 without fp32 sums or with "
-         "offload (warning)", "DeepSpeed's other optimizer wrappers do not ask for it", zero.overflow_check),
-    Rule("loss scale", "Settings of the dynamic loss scale need fp16.loss_scale = 0",
-         "an ignored setting misleads", zero.loss_scale),
+         "offload (note)", "DeepSpeed's other optimizer wrappers do not ask for it", zero.overflow_check),
+    Rule("loss scale", "Settings of the dynamic loss scale do not act with a fixed one (note)",
+         "fp16.loss_scale = 0 makes it dynamic", zero.loss_scale),
     Rule("one precision", "fp16 and bf16 exclude each other", "weights have one format", zero.one_precision),
     Rule("fp16 and CUDA", "fp16 needs CUDA", "DeepSpeed refuses it on CPUs", zero.fp16_cuda),
     Rule("native bf16", "bf16 = true on a device without it is slow (warning)",
@@ -114,15 +115,14 @@ RULES: tuple[Rule, ...] = (
          zero.tied_gradients),
     Rule("accumulation", "grad_accum_dtype is fp32 or the weights' format",
          "a third format helps nobody", zero.accumulation),
-    Rule("switches", "A block that is turned on by enabled or device has that key",
-         "an ignored block misleads", training.switches),
+    Rule("switches", "A block that is turned on by enabled or device does nothing without that key (note)",
+         "off is its default", training.switches),
     Rule("monitors", "The package of an enabled monitor is installed, and its files have a folder to go to",
          "a monitor that fails would end the run, or record nothing", training.monitors),
-    Rule("logged collectives", "comms_logger.prof_ops needs prof_all = false",
-         "an ignored setting misleads", training.logged_collectives),
+    Rule("logged collectives", "comms_logger.prof_ops does not act with prof_all (note)",
+         "all collectives are logged then", training.logged_collectives),
     Rule("optimizer parameters", "Parameters belong to the optimizer's type",
          "an ignored setting misleads", training.optimizer_parameters),
-    Rule("torch_adam", "torch_adam is not false", "torch's optimizers are used", training.torch_adam),
     Rule("betas", "betas are two numbers below 1", "they are decay rates", training.betas),
     Rule("nesterov", "nesterov needs momentum", "it is a form of momentum", training.nesterov),
     Rule("lr scaling", "lr_scaling needs rule and base_batch_size together",

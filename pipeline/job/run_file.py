@@ -116,6 +116,7 @@ def run_json(job: Job) -> dict[str, Any]:
         "deepspeed_json": job.json,
         "deepspeed": job.deepspeed,
         "resolved": {note.key: note.value for note in job.resolved},
+        "notes": [str(problem) for problem in job.problems],
         "model": asdict(job.model),
         "layout": {**asdict(job.mesh), "zero_stage": job.zero_stage, "stages": list(job.stages)},
         "batch": asdict(job.batch),

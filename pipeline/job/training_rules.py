@@ -15,8 +15,8 @@ from pipeline.job.facts import Facts
 from pipeline.job.schema import MONITORS
 
 _PARAMETERS_OF = {
-    "AdamW": frozenset({"lr", "weight_decay", "fused", "betas", "eps", "torch_adam"}),
-    "Adam": frozenset({"lr", "weight_decay", "fused", "betas", "eps", "torch_adam", "adam_w_mode"}),
+    "AdamW": frozenset({"lr", "weight_decay", "fused", "betas", "eps"}),
+    "Adam": frozenset({"lr", "weight_decay", "fused", "betas", "eps", "adam_w_mode"}),
     "SGD": frozenset({"lr", "weight_decay", "fused", "momentum", "nesterov"}),
 }
 
@@ -35,8 +35,7 @@ _SWITCHES = {
 def switches(f: Facts) -> Iterable[Problem]:
     for block, switch in _SWITCHES.items():
         if f.settings.given(block) and f.settings.absent(f"{block}.{switch}"):
-            rule = f"does nothing without {switch}"
-            yield f.settings.problem(block, rule, f"Set {block}.{switch}, or remove the block")
+            yield f.settings.note(block, f"does nothing without {switch}, in DeepSpeed as here")
 
 
 def monitors(f: Facts) -> Iterable[Problem]:
@@ -64,22 +63,18 @@ def _is_installed(module: str) -> bool:
 def logged_collectives(f: Facts) -> Iterable[Problem]:
     if f.settings.given("comms_logger.prof_ops") and f.config.comms_logger.prof_all:
         rule = "chooses nothing while prof_all is true, which is its default"
-        yield f.settings.problem("comms_logger.prof_ops", rule, "Set comms_logger.prof_all to false")
+        yield f.settings.note("comms_logger.prof_ops", rule)
 
 
 def optimizer_parameters(f: Facts) -> Iterable[Problem]:
     for name in f.settings.names("optimizer.params"):
         key = f"optimizer.params.{name}"
-        if name not in _PARAMETERS_OF[f.optimizer]:
+        if name == "adam_w_mode" and f.optimizer == "AdamW":
+            yield f.settings.note(key, "AdamW decouples weight decay whatever it says, in DeepSpeed as here")
+        elif name not in _PARAMETERS_OF[f.optimizer]:
             owners = [kind for kind, names in _PARAMETERS_OF.items() if name in names]
             remedy = f"Remove it, or use {' or '.join(owners)}"
             yield f.settings.problem(key, f"is not a parameter of {f.optimizer}", remedy)
-
-
-def torch_adam(f: Facts) -> Iterable[Problem]:
-    key = "optimizer.params.torch_adam"
-    if not f.config.optimizer.params.torch_adam:
-        yield f.settings.problem(key, "torch's Adam is the one used: it needs no compiler", "Remove it")
 
 
 def sgd_rate(f: Facts) -> Iterable[Problem]:

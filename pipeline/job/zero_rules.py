@@ -27,7 +27,10 @@ def zero_keys(f: Facts) -> Iterable[Problem]:
         if key.name == "device" and f.settings.value(path) == "none":
             continue
         rule = f"acts at ZeRO stage {listed(acts)}, and the stage is {f.zero_stage}"
-        yield f.settings.problem(path, rule, "Remove it, or change zero_optimization.stage")
+        if key.name == "device":  # who offloads counts on the memory
+            yield f.settings.problem(path, rule, f"Set it to none, or change {STAGE}")
+        else:
+            yield f.settings.note(path, rule)
 
 
 def nvme(f: Facts) -> Iterable[Problem]:
@@ -41,9 +44,7 @@ def nvme(f: Facts) -> Iterable[Problem]:
         for name in ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pipeline_read",
                      "pipeline_write", "fast_init"):  # fmt: skip
             if device != "nvme" and f.settings.given(f"{path}.{name}"):
-                yield f.settings.problem(
-                    f"{path}.{name}", f"acts with device nvme, not {device}", "Remove it"
-                )
+                yield f.settings.note(f"{path}.{name}", f"acts with device nvme, not {device}")
 
 
 def async_save(f: Facts) -> Iterable[Problem]:
@@ -55,7 +56,7 @@ def async_save(f: Facts) -> Iterable[Problem]:
 def aio(f: Facts) -> Iterable[Problem]:
     used = "nvme" in (f.offload_device("offload_optimizer"), f.offload_device("offload_param"))
     if f.settings.value("aio") is not None and not used:
-        yield f.settings.problem("aio", "acts with offload to nvme only", "Remove it")
+        yield f.settings.note("aio", "acts with offload to nvme only")
 
 
 def offload_ratio(f: Facts) -> Iterable[Problem]:
@@ -70,8 +71,7 @@ def offload_ratio(f: Facts) -> Iterable[Problem]:
 def overlap_pipeline(f: Facts) -> Iterable[Problem]:
     key = "zero_optimization.overlap_comm"
     if f.stages > 1 and f.config.zero_optimization.overlap_comm:
-        rule = f"is not possible with {f.stages} pipeline stages"
-        yield f.settings.problem(key, rule, "Set it to false, or use one stage")
+        yield f.settings.note(key, f"is off with {f.stages} pipeline stages, by DeepSpeed itself")
 
 
 def second_shard(f: Facts) -> Iterable[Problem]:
@@ -95,8 +95,7 @@ def bf16_optimizer_keys(f: Facts) -> Iterable[Problem]:
                  "parameter_alignment"):  # fmt: skip
         key = f"zero_optimization.{name}"
         if f.settings.given(key):
-            rule = "does not act at stage 1 with bf16 weights and fp32 accumulation"
-            yield f.settings.problem(key, rule, "Use stage 2 if you need it", warn=True)
+            yield f.settings.note(key, "does not act at stage 1 with bf16 weights and fp32 accumulation")
 
 
 def overflow_check(f: Facts) -> Iterable[Problem]:
@@ -104,8 +103,7 @@ def overflow_check(f: Facts) -> Iterable[Problem]:
     if not f.settings.given(key) or f.compute != "bf16":
         return
     if f.zero_stage not in (1, 2) or f.uses_bf16_optimizer:
-        rule = f"does not act at ZeRO stage {f.zero_stage} with sums in {f.accumulation}"
-        yield f.settings.problem(key, rule, "Remove it, or use ZeRO stage 2", warn=True)
+        yield f.settings.note(key, f"does not act at ZeRO stage {f.zero_stage} with sums in {f.accumulation}")
 
 
 def one_precision(f: Facts) -> Iterable[Problem]:
@@ -122,7 +120,9 @@ def bf16_native(f: Facts) -> Iterable[Problem]:
     if f.config.bf16.enabled is True and not f.world.bf16_native:
         name = f.world.device_name or f.world.device
         rule = f"{name} emulates bf16, which is slow"
-        yield f.settings.problem("bf16.enabled", rule, 'Use "auto" for bf16 where it is native', warn=True)
+        yield f.settings.problem(
+            "bf16.enabled", rule, 'Use "auto" for bf16 where it is native', severity="warning"
+        )
 
 
 def loss_scale(f: Facts) -> Iterable[Problem]:
@@ -130,8 +130,7 @@ def loss_scale(f: Facts) -> Iterable[Problem]:
         return
     for key in DYNAMIC_LOSS_SCALE:
         if f.settings.given(key):
-            rule = "acts with a dynamic loss scale, and fp16.loss_scale is fixed"
-            yield f.settings.problem(key, rule, "Remove it, or set fp16.loss_scale to 0")
+            yield f.settings.note(key, "acts with a dynamic loss scale, and fp16.loss_scale is fixed")
 
 
 def bf16_zero0(f: Facts) -> Iterable[Problem]:

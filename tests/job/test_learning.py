@@ -122,7 +122,7 @@ REFUSED = [
     ),
     ("OneCycle", {"cycle_max_lr": 1.0}, "cycle_min_lr", "was not given"),
     ("OneCycle", CYCLE | {"cycle_min_lr": 1.0}, "cycle_min_lr", "exceeds cycle_max_lr"),
-    ("OneCycle", CYCLE | {"cycle_momentum": True}, "cycle_momentum", "false alone is accepted"),
+    ("OneCycle", CYCLE | {"cycle_momentum": True}, "cycle_momentum", 'Set "cycle_momentum" to false'),
     ("OneCycle", CYCLE | {"cycle_min_mom": 0.8}, "cycle_min_mom", "betas stay constant"),
     ("OneCycle", CYCLE | {"decay_lr_rate": 0.1}, "decay_lr_rate", "needs both"),
     ("OneCycle", CYCLE | {"decay_step_size": 10}, "decay_lr_rate", "needs both"),

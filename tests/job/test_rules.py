@@ -63,7 +63,7 @@ CASES: list[tuple[str, dict[str, Any], tuple, dict[str, Any], str, str]] = [
      ((2,), CPU), {}, "zero_optimization.offload_optimizer.ratio", "acts at ZeRO stage 3"),
     ("overlap and pipeline", {"zero_optimization": {"stage": 1, "overlap_comm": True},
                               "pipeline": {"stages": 2}}, ((2,), CPU), {},
-     "zero_optimization.overlap_comm", "not possible with 2 pipeline stages"),
+     "zero_optimization.overlap_comm", "is off with 2 pipeline stages"),
     ("second shard", {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}, ((4,), CPU), {},
      "zero_optimization.zero_hpz_partition_size", "must divide the 4 ranks"),
     ("second shard", {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2},
@@ -101,7 +101,7 @@ CASES: list[tuple[str, dict[str, Any], tuple, dict[str, Any], str, str]] = [
     ("switches", {"zero_optimization": {"stage": 3, "offload_optimizer": {"pin_memory": True}}}, ((2,), CPU),
      {}, "zero_optimization.offload_optimizer", "does nothing without device"),
     ("switches", {"csv_monitor": {"job_name": "x"}}, ((2,), CPU), {},
-     "csv_monitor", "does nothing without enabled. Set csv_monitor.enabled, or remove the block"),
+     "csv_monitor", "does nothing without enabled, in DeepSpeed"),
     ("monitors", {"csv_monitor": {"enabled": True, "output_path": f"{__file__}/csv"}}, ((2,), CPU), {},
      "csv_monitor.output_path", "test_rules.py is a file"),
     ("logged collectives", {"comms_logger": {"enabled": True, "prof_ops": ["all_reduce"]}}, ((2,), CPU), {},
@@ -115,8 +115,6 @@ CASES: list[tuple[str, dict[str, Any], tuple, dict[str, Any], str, str]] = [
      "zero_optimization.stage3_max_live_parameters", "acts at ZeRO stage 3, and the stage is 1"),
     ("optimizer parameters", {"optimizer": {"params": {"momentum": 0.9}}}, ((2,), CPU), {},
      "optimizer.params.momentum", "is not a parameter of AdamW. Remove it, or use SGD"),
-    ("torch_adam", {"optimizer": {"params": {"torch_adam": False}}}, ((2,), CPU), {},
-     "optimizer.params.torch_adam", "torch's Adam is the one used"),
     ("betas", {"optimizer": {"params": {"betas": [0.9, 1.0]}}}, ((2,), CPU), {},
      "optimizer.params.betas", "two numbers below 1"),
     ("nesterov", {"optimizer": {"type": "SGD", "params": {"lr": 1, "nesterov": True}}}, ((2,), CPU), {},
@@ -156,7 +154,7 @@ def test_a_broken_rule_is_reported(case: tuple, tmp_path: Path) -> None:
     made = draft(tmp_path, config, world(*slots, device=device), **options)
     problems = found(made.problems, key)
     assert any(text in str(problem) for problem in problems), [str(p) for p in made.problems]
-    assert all(problem.remedy for problem in problems)
+    assert all(bool(problem.remedy) == (problem.severity != "note") for problem in problems)
     assert (made.job is None) == bool(made.errors)
 
 

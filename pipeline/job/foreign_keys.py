@@ -1,0 +1,272 @@
+"""Keys of DeepSpeed files on which nothing here acts, and the old names that DeepSpeed still reads.
+
+People bring the files that they have. A value that asks for what is so anyway, or that cannot act, is taken
+with a note; one that would train otherwise than asked is refused, with the reason and the remedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.base.fields import AUTO
+
+ZERO = "zero_optimization."
+_REMOVE = "Remove it"
+
+
+def anything(value: Any) -> bool:
+    """Every value is inert."""
+    return True
+
+
+def never(value: Any) -> bool:
+    """No value is inert."""
+    return False
+
+
+def off(value: Any) -> bool:
+    """false, 0, null, or an object that turns nothing on."""
+    if isinstance(value, dict):
+        switch = value.get("enabled")
+        return switch in (False, AUTO) or (switch is None and all(off(each) for each in value.values()))
+    return value is None or value is False or value == 0 or value == [] or value == AUTO
+
+
+def only(*values: Any) -> Callable[[Any], bool]:
+    """These values, and "auto", are inert."""
+    return lambda value: value in (*values, AUTO)
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A key of DeepSpeed that does not act here.
+
+    Attributes:
+        note: Why a value changes nothing.
+        inert: Which values the note is true of.
+        rule, remedy: Of all other values.
+    """
+
+    note: str = ""
+    inert: Callable[[Any], bool] = anything
+    rule: str = ""
+    remedy: str = ""
+
+
+def _refused(rule: str, remedy: str = _REMOVE) -> Foreign:
+    return Foreign("", never, rule, remedy)
+
+
+def _switch(rule: str, remedy: str = _REMOVE) -> Foreign:
+    """Off is what is so; on is refused."""
+    return Foreign("is off here, too", off, rule, remedy)
+
+
+def _gone(remedy: str = _REMOVE) -> Foreign:
+    """A key that DeepSpeed 0.19.8 raises for (runtime/config.py); off, it asks for nothing."""
+    return Foreign("DeepSpeed 0.19 has removed this key, and it is off", off, REMOVED_RULE, remedy)
+
+
+REMOVED_RULE = "DeepSpeed 0.19 has removed this key"
+_MEAN = "gradients are averaged over the same ranks either way: the mean is the same"
+_NO_EFFECT = "does nothing here"
+_OWN_STEP = "torch's optimizers are used, also for offloaded state"
+_CHECKPOINTS = "any checkpoint resumes on any layout here, and this key is not needed for it"
+_WHOLE_WEIGHTS = "python -m pipeline.export writes whole weights of any checkpoint"
+_CURRICULUM = "samples come from this pipeline's own order of the data"
+_RECOMPUTED = "blocks are recomputed by this pipeline"
+_RECOMPUTE = "Set activation_checkpointing.mode to full or selective instead"
+_MASTERS = "master weights and optimizer state are fp32 here"
+_SLICED = "layers are sliced by this pipeline, not by AutoTP"
+_COMPRESSED = "gradients or weights would lose bits in a way that is not tested here"
+
+_BLOCKS = {
+    "amp": _gone("Remove it and use bf16 or fp16"),
+    "compression_training": _gone("Remove it; compress the exported model afterwards"),
+    "curriculum_learning": _gone(
+        "Remove it; begin with a smaller --seq_length, and prepare data in that order"
+    ),
+    "eigenvalue": _gone(),
+    "elasticity": _gone("Remove it and set the batch sizes; --allow_fewer_hosts restarts on fewer hosts"),
+    "graph_harvesting": _gone(),
+    "nebula": _gone("Remove it; --async_save saves in the background"),
+    "progressive_layer_drop": _gone("Remove it; --dropout regularizes"),
+    "quantize_training": _gone("Remove it; quantize the exported model afterwards"),
+    "sparse_attention": _gone("Remove it; --document_mask keeps attention inside documents"),
+    "sparse_gradients": _gone("Remove it; embeddings have dense gradients"),
+    "autotuning": _switch("the launcher's autotuner edits the JSON without the job's knowledge"),
+    "compile": _switch("DeepCompile is not tested together with this pipeline's parallelism"),
+    "hybrid_engine": _switch("it serves generation during reinforcement learning"),
+    "data_efficiency": _switch(_CURRICULUM, "Remove it; --data_blend weighs sources"),
+    "torch_autocast": _switch("it conflicts with bf16 and fp16 weights", "Use bf16 or fp16"),
+    "weight_quantization": _switch("it serves inference"),
+    "expert_parallel": _switch("the model has no experts"),
+    "datastates_ckpt": _switch("checkpoints are written by this pipeline", "Remove it; see --async_save"),
+    "flops_profiler": Foreign("metrics.jsonl and every printed line have TFLOP/s per device, and mfu"),
+    "timers": Foreign("throughput is measured by this pipeline: tokens_per_second in metrics.jsonl"),
+    "checkpoint.tag_validation": Foreign("the tag of a checkpoint is agreed on by all ranks"),
+    "checkpoint.load_universal": Foreign(_CHECKPOINTS),
+    "checkpoint.use_node_local_storage": Foreign("hosts with disks of their own are recognized"),
+    "checkpoint.parallel_write": Foreign("every rank writes its own files"),
+    "checkpoint.writer": _refused("checkpoints are written by this pipeline", "Remove it; see --async_save"),
+    "checkpoint.checkpoint_serialization": Foreign("files are those of torch.save"),
+}
+
+_TOP = {
+    "prescale_gradients": Foreign(_MEAN),
+    "gradient_predivide_factor": Foreign(_MEAN),
+    "gradient_allreduce_op": Foreign(
+        "is so here", only("mean", "avg"), "the loss is the mean over the tokens of a step", _REMOVE
+    ),
+    "managed_gradient_accumulation": Foreign(
+        "is so here", only(True), "micro-batches are accumulated by the engine", _REMOVE
+    ),
+    "fp32_allreduce": Foreign(
+        "DeepSpeed does not read it; communication_data_type is the format of the gradient reduction"
+    ),
+    "seq_parallel_communication_data_type": Foreign(
+        "sequence ranks reduce together with data ranks: communication_data_type is their format",
+        only("fp32", "float32"),
+        "sequence ranks reduce together with data ranks",
+        "Use communication_data_type",
+    ),
+    "dataloader_drop_last": Foreign("every batch is whole, and what is left of an epoch is in the next"),
+    "dataloader_num_workers": Foreign("data is loaded by this pipeline, ahead of the step"),
+    "zero_allow_untested_optimizer": Foreign(_OWN_STEP),
+    "zero_force_ds_cpu_optimizer": Foreign(_OWN_STEP),
+    "disable_allgather": Foreign("DeepSpeed reads it and does nothing with it"),
+    "vocabulary_size": Foreign("the model says it, padded to a multiple of 128"),
+    "use_data_before_expert_parallelism": Foreign("the model has no experts"),
+    "log_level": Foreign("rank 0 alone writes to the console"),
+    "gather_16bit_weights_on_model_save": Foreign(_WHOLE_WEIGHTS),
+    "aio.use_gds": _switch("GPUDirect Storage is not supported here"),
+    "bf16.immediate_grad_update": _switch("it does not combine with every layout's gradient path"),
+    "bf16.bf16_master_weights_and_grads": _switch(_MASTERS),
+    "bf16.bf16_optimizer_states": _switch(_MASTERS),
+    "fp16.fp16_master_weights_and_grads": _switch(_MASTERS),
+    "fp16.auto_cast": Foreign("inputs are token ids, which have no format to cast"),
+    "fp16.opt_level": Foreign("it is NVIDIA apex's; fp16 here has fp16 weights and fp32 masters"),
+    "bf16.opt_level": Foreign("it is NVIDIA apex's; bf16 here has bf16 weights and fp32 masters"),
+    "data_types.param_dtype": _refused("bf16.enabled and fp16.enabled say it"),
+    "data_types.buffer_dtype": _refused("buffers are fp32 where that matters"),
+    "data_types.keep_in_fp32_modules": _refused("the loss and the rotary table are fp32 already"),
+    "tensor_parallel.tp_size": _refused(
+        "DeepSpeed's training key is autotp_size", "Rename it to autotp_size"
+    ),
+}
+
+_OPTIMIZER = {
+    "optimizer.legacy_fusion": Foreign("the fused kernel is torch's: optimizer.params.fused"),
+    "optimizer.params.torch_adam": Foreign("torch's Adam is always the one used"),
+    "optimizer.params.max_grad_norm": _refused("DeepSpeed does not take it there", "Use gradient_clipping"),
+    "optimizer.params.bias_correction": Foreign(
+        "is so here", only(True), "torch's Adam always corrects the bias", _REMOVE
+    ),
+    "optimizer.params.amsgrad": _switch("it is not tested together with this pipeline's parallelism"),
+}
+
+_CHECKPOINTING = {
+    f"activation_checkpointing.{name}": Foreign("is off here, too", off, _RECOMPUTED, _RECOMPUTE)
+    for name in ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization")
+} | {
+    f"activation_checkpointing.{name}": Foreign(f"{_RECOMPUTED}, each by itself")
+    for name in ("number_checkpoints", "synchronize_checkpoint_boundary", "profile")
+}
+
+_PIPELINE = {
+    "pipeline.activation_checkpoint_interval": Foreign("is off here, too", off, _RECOMPUTED, _RECOMPUTE),
+    "pipeline.use_reentrant": Foreign(_RECOMPUTED),
+    "pipeline.pipe_partitioned": Foreign("activations between stages are whole, on every tensor rank"),
+    "pipeline.grad_partitioned": Foreign("gradients between stages are whole, on every tensor rank"),
+    "pipeline.seed_layers": Foreign("initial weights depend on the seed and the parameter's name only"),
+}
+
+_TENSOR = {
+    f"tensor_parallel.{name}": _refused(_SLICED, "Keep autotp_size only")
+    for name in (
+        "tp", "tensor_parallel", "dtype", "injection_policy_tuple", "partition_config", "preset_model",
+        "keep_module_on_host", "replace_with_kernel_inject", "kernel_inject", "tp_overlap_comm",
+        "vocab_parallel_lm_head", "vocab_parallel_ce_backend",
+    )
+}  # fmt: skip
+
+_ZERO_KEYS = {
+    "allgather_partitions": Foreign("weights are gathered, with the same values either way"),
+    "compute_grad_norm": Foreign("is so here", only(True), "every step reports its gradient norm", _REMOVE),
+    "elastic_checkpoint": Foreign(_CHECKPOINTS),
+    "load_from_fp32_weights": Foreign(
+        "is so here", only(True), "a resume is exact, so master weights are always loaded", _REMOVE
+    ),
+    "pipeline_loading_checkpoint": Foreign(_NO_EFFECT),
+    "memory_efficient_linear": Foreign("it replaces torch's linear, which this model does not use"),
+    "override_module_apply": Foreign(_NO_EFFECT),
+    "stage3_gather_16bit_weights_on_model_save": Foreign(_WHOLE_WEIGHTS),
+    "stage3_gather_fp16_weights_on_model_save": Foreign(_WHOLE_WEIGHTS),
+    "gather_16bit_weights_on_model_save": Foreign(_WHOLE_WEIGHTS),
+    "gather_fp16_weights_on_model_save": Foreign(_WHOLE_WEIGHTS),
+    "leaf_module": Foreign("it serves mixture-of-experts blocks, and the model has none"),
+    "save_muon_momentum_buffer_in_memory": Foreign("it belongs to offload of Muon to NVMe"),
+    "offload_optimizer.cpuadam_cores_perc": Foreign("it belongs to super_offload, which is off"),
+    "offload_optimizer.super_offload": _switch(
+        "it needs a Grace-Hopper host and DeepSpeed's CPU Adam", 'Use "device": "cpu" alone'
+    ),
+    "zenflow": _switch("it delays a part of the updates", "Use offload_optimizer"),
+    "zero_quantized_weights": _switch(_COMPRESSED),
+    "zero_quantized_nontrainable_weights": _switch(_COMPRESSED),
+    "zero_quantized_gradients": _switch(_COMPRESSED),
+    "legacy_stage1": _gone("Remove it; stage 1 has one implementation"),
+    "mics_hierarchical_params_gather": _gone(),
+    "mics_shard_size": Foreign(
+        "DeepSpeed 0.19 has removed this key, and it is off",
+        only(-1, 0),
+        REMOVED_RULE,
+        "Remove it; zero_hpz_partition_size keeps a second shard inside hosts",
+    ),
+    "zeropp_loco_param": _gone(),
+}
+
+# By dotted name.
+FOREIGN: dict[str, Foreign] = {
+    **_BLOCKS,
+    **_TOP,
+    **_OPTIMIZER,
+    **_CHECKPOINTING,
+    **_PIPELINE,
+    **_TENSOR,
+    **{ZERO + name: key for name, key in _ZERO_KEYS.items()},
+}
+
+
+def _device(value: Any) -> Any:
+    """DeepSpeed's old switch of an offload, as the device."""
+    return {True: "cpu", False: "none"}.get(value, value) if isinstance(value, bool) else value
+
+
+# Old name -> the name that DeepSpeed has now, and what its value became.
+OLD_NAMES: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "bfloat16": ("bf16", lambda value: value),
+    ZERO + "cpu_offload": (ZERO + "offload_optimizer.device", _device),
+    ZERO + "cpu_offload_param": (ZERO + "offload_param.device", _device),
+    ZERO + "cpu_offload_params": (ZERO + "offload_param.device", _device),
+    ZERO + "cpu_offload_use_pin_memory": (ZERO + "offload_optimizer.pin_memory", lambda value: value),
+    **{
+        ZERO + name: (f"{ZERO}stage3_{name}", lambda value: value)
+        for name in (
+            "prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold",
+            "max_live_parameters", "max_reuse_distance", "module_granularity_threshold",
+            "use_all_reduce_for_fetch_params", "allgather_sequential",
+        )
+    },
+}  # fmt: skip
+
+# What an absent key means to DeepSpeed 0.19.8, where it means something else here.
+DEEPSPEED_DEFAULTS: dict[str, Any] = {
+    "gradient_clipping": 0,
+    "optimizer.params.lr": 1e-3,
+    "optimizer.params.betas": (0.9, 0.999),
+    "optimizer.params.weight_decay": 0,
+    "scheduler.params.warmup_max_lr": 1e-3,
+    "scheduler.params.cycle_momentum": True,
+}
