@@ -400,9 +400,7 @@ def _twice(sources: Sequence[BlendSource]) -> list[Problem]:
     problems = []
     for source in sources:
         if source.fingerprint in first:
-            rule = (
-                f"holds the same tokens as {first[source.fingerprint]}, and would be learned twice per epoch"
-            )
+            rule = f"holds the same tokens as {first[source.fingerprint]}, which are then trained on twice"
             problems.append(Problem("data", source.name, rule, "Give it once, with both weights added"))
         first.setdefault(source.fingerprint, source.name)
     return problems
@@ -418,8 +416,8 @@ def _unknown_sources(sources: Sequence[BlendSource], saved: BlendState) -> list[
             "data",
             source.name,
             f"holds other tokens (fingerprint {source.fingerprint}) than the checkpoint was trained on "
-            f"({gone[source.name].fingerprint}), and its position in the order means nothing in them",
-            "Restore the data, give it another name in --data_blend, or start anew in another --output_dir",
+            f"({gone[source.name].fingerprint}), and its position does not apply to them",
+            "Restore the data, give it another name in --data_blend, or begin a run in another --output_dir",
         )
         for source in sources
         if source.fingerprint not in known and source.name in gone
@@ -427,7 +425,7 @@ def _unknown_sources(sources: Sequence[BlendSource], saved: BlendState) -> list[
     if not problems and not here & known:
         names = ", ".join(source.name for source in saved.sources)
         rule = f"holds none of the sources that the checkpoint was trained on ({names})"
-        remedy = "Restore the data, keep one of those beside the new, or start anew in another --output_dir"
+        remedy = "Restore the data, keep one of those sources, or begin a run in another --output_dir"
         problems.append(Problem("data", ", ".join(source.name for source in sources), rule, remedy))
     return problems
 
@@ -444,7 +442,7 @@ def _changes(sources: Sequence[BlendSource], saved: BlendState, position: int) -
         epoch, number = divmod(source.begun, source.dataset.samples_per_epoch)
         lines.append(
             f"  {source.name}: weight {float(old.weight):.4g} -> {share}, "
-            f"goes on at sample {number:,} of its epoch {epoch:,}"
+            f"continues at sample {number:,} of its epoch {epoch:,}"
         )
     here = {source.fingerprint for source in sources}
     for old in saved.sources:

@@ -57,7 +57,7 @@ class StepBatch:
     Attributes:
         micro_batches: One per gradient accumulation step.
         first_sample: Samples that the whole job had consumed before this step.
-        num_samples: Samples of the whole job in this step; the next step starts at their sum.
+        num_samples: Samples of the whole job in this step; the next step starts after them.
         num_tokens: Input tokens of the whole job in this step, each counted once.
     """
 

@@ -1,13 +1,13 @@
-"""Which documents and samples come when: permutations, sets of documents, and an epoch's index.
+"""The order of documents and samples: permutations, sets of documents, and an epoch's index.
 
-numpy promises stable streams for its bit generators only, not for `Generator.permutation`, and a
-resumed run may live on another machine years later. So the order is made of integer arithmetic alone.
+numpy promises stable streams for its bit generators only, not for `Generator.permutation`, and a run may be
+resumed on another machine years later. So the order is computed with integer arithmetic alone.
 
     up to 2^20 numbers    number i gets a 64-bit hash, and the hashes are sorted: a table, in milliseconds
-    more                  a keyed bijection, computed for the places asked for: no table, whatever the size
+    more                  a keyed bijection, computed for the requested places: no table, whatever the size
 
-Documents are held out whole, never by token. The training side is all documents but those: it is kept as
-what it lacks, so that a hundred million documents cost each rank no list of their own.
+Validation documents are whole documents. The training documents are all others, stored as the complement, so
+that a hundred million of them need no list on each rank.
 
 The one list that an epoch needs is where each document begins in its shuffled stream: eight bytes per
 document. A long one is written once per host and memory-mapped, so that its ranks share the pages; a short
@@ -145,18 +145,18 @@ class Complement:
 def split_documents(
     num_documents: int, eval_fraction: float, seed: int, name: str = "the data"
 ) -> tuple[Complement, np.ndarray]:
-    """The training documents and, ascending, the held-out ones.
+    """The training documents and, ascending, the validation documents.
 
-    A document is never on both sides. The held-out side has `eval_fraction` of the documents, rounded,
-    but at least one, and leaves at least one to train on. It does not depend on epoch or layout.
+    A document is never in both. Validation has `eval_fraction` of the documents, rounded, but at least one,
+    and training at least one. The split does not depend on epoch or layout.
 
     Raises:
-        JobError: fewer than two documents, where something is to be held out of what is called `name`.
+        JobError: fewer than two documents in the source `name`, which cannot be split.
     """
     if eval_fraction == 0:
         return Complement(num_documents, np.arange(0)), np.arange(0)
     if num_documents < 2:
-        rule = f"documents are held out whole, and {name} is a single document"
+        rule = f"validation takes whole documents, and {name} is a single document"
         remedy = "Set it to 0, or give the data in several files"
         raise job_error("eval_fraction", eval_fraction, rule, remedy)
     count = min(max(round(num_documents * eval_fraction), 1), num_documents - 1)
@@ -194,14 +194,14 @@ class EpochIndexes:
             return np.concatenate(list(self._begins(epoch)))
         path = self._stem.with_name(f"{self._stem.name}.epoch{epoch}.npy")
         if not path.exists():
-            # Quiet, as a wait for a few seconds' work is no news.
+            # Quiet, as the work takes a few seconds only.
             with file_lock(self._stem.with_name(f"{self._stem.name}.lock"), _WAIT, quiet=True):
                 if not path.exists():
                     self._write(path, epoch)
         return np.asarray(np.load(path, mmap_mode="r"))
 
     def _write(self, path: Path, epoch: int) -> None:
-        """Make the file, which appears when it is complete. Called with the lock held."""
+        """Write the file, which gets its name when it is complete. Called with the lock held."""
         remove_unfinished(path)
         header = {"descr": "<i8", "fortran_order": False, "shape": (len(self._documents) + 1,)}
         with replaced_atomically(path) as file:

@@ -295,9 +295,9 @@ def cached_tokens(
 ) -> TokenFile:
     """The tokens of `corpus`: of its text, made under `folder` if not there yet, and of its token files.
 
-    Every rank of a host calls it. One makes the tokens in a temporary folder, which gets its name only
-    when it is complete and on the disk; the others wait at most `time_limit` seconds. A process that is
-    killed leaves no lock behind, and what it had made is continued by the next.
+    Every rank of a host calls it. One makes the tokens in a temporary folder, which is renamed when it is
+    complete and on the disk; the others wait at most `time_limit` seconds. A killed process leaves no lock,
+    and the next one continues its work.
 
     Raises:
         JobError: inputs that cannot be used, a damaged cache, or token files of another tokenizer.

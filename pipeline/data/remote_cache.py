@@ -202,7 +202,7 @@ class _Entry:
         self.size = sum(each.size for each in bundle.objects)
 
     def path_of(self, wanted: RemoteObject) -> Path:
-        # The bundle's own name is kept as it is, since it tells the kind.
+        # The object's own name is kept, since its suffix is its kind.
         return self.place.joinpath(*_parts(wanted.name))
 
     def is_complete(self) -> bool:

@@ -25,7 +25,7 @@ class OpenSource:
 
     Attributes:
         spec: Name, paths and weight.
-        corpus: The files, and those left aside while listing them.
+        corpus: The files, and those that are not used.
         token_file: The tokens, with the files that were skipped.
     """
 
@@ -39,8 +39,8 @@ class EvalData:
     """Documents that are evaluated and never trained on, tail kept.
 
     Attributes:
-        name: None for the held-out part of a single source, which has no name.
-        aside: Lines about what of a validation set is not used; a source says that of its held-out part, too.
+        name: None for the validation documents of a single source, which have no name.
+        aside: Lines about the files of a validation set that are not used; empty for part of a source.
     """
 
     name: str | None
@@ -55,7 +55,7 @@ class TrainingData:
     Attributes:
         tokenizer: Made the tokens; decodes a model's samples.
         opened: The training sources, as found.
-        order: The training samples, and where they resumed.
+        order: The training samples, and where they are resumed.
         evaluation: In the order in which it is done.
     """
 
@@ -93,7 +93,7 @@ class TrainingData:
         return (*lines, *self.order.changes)
 
     def _in_order(self) -> list[BlendSource]:
-        """The blend's sources, which stand in the checkpoint's order, in that of `opened`."""
+        """The blend's sources, which have the checkpoint's order, in the order of `opened`."""
         by_tokens = {source.fingerprint: source for source in self.train.sources}
         return [by_tokens[opened.token_file.fingerprint] for opened in self.opened]
 
@@ -104,12 +104,12 @@ class DataSettings:
 
     Attributes:
         sequence_length: Inputs per sample.
-        seed: Chooses the held-out documents and the sample order.
-        eval_fraction: Share of each source's documents that is held out, 0 to below 1; 0 holds out nothing.
+        seed: Chooses the validation documents and the sample order.
+        eval_fraction: Share of each source's documents for validation, 0 to below 1.
         vocab_size: The model's, unpadded; must hold every id of the tokenizer.
         cache_folder: Where token files and long indexes are kept.
-        document_mask: Say which document each token belongs to.
-        mask_document_end: Do not count what follows a document's last token.
+        document_mask: Return the document of each token.
+        mask_document_end: Do not count the label after a document's last token.
         rules: Where the text of a record is, and what happens to a bad one.
         time_limit: Seconds to wait for the process that tokenizes.
     """
@@ -159,79 +159,59 @@ def load_data(
     training, named = [opened(spec) for spec in sources], [opened(spec) for spec in validation]
     if problems := _leaks(training, named):
         raise JobError(problems)
-    train, evaluation = _packed(training, named, _Packer(settings))
+    train, evaluation = _packed(training, named, settings)
     order = resume_blend(train, BlendState.from_json(saved) if saved else None, position)
     return TrainingData(tokenizer, tuple(training), order, tuple(evaluation))
 
 
 def _packed(
-    training: Sequence[OpenSource], named: Sequence[OpenSource], packer: _Packer
+    training: Sequence[OpenSource], named: Sequence[OpenSource], settings: DataSettings
 ) -> tuple[list[BlendSource], list[EvalData]]:
-    """The training samples of each source; what is evaluated: held-out parts, then the named sets."""
-    parts = [packer.split(each) for each in training]
-    evaluation = [
-        EvalData(each.spec.name if len(parts) > 1 else None, held_out)
-        for each, (_, held_out) in zip(training, parts, strict=True)
-        if held_out
-    ]
-    evaluation += [EvalData(each.spec.name, packer.whole(each), tuple(_aside(each))) for each in named]
-    return [source for source, _ in parts], evaluation
+    """The training samples of each source; the validation documents of the sources, then the named sets.
 
-
-@dataclass(frozen=True)
-class _Packer:
-    """Makes the datasets of opened sources."""
-
-    settings: DataSettings
-
-    def split(self, opened: OpenSource) -> tuple[BlendSource, PackedDataset | None]:
-        """The training samples of a source, and its held-out ones.
-
-        Raises:
-            JobError: there is not one sample, or not two documents to split.
-        """
-        file, settings = opened.token_file, self.settings
-        fraction, name = settings.eval_fraction, opened.spec.name
-        train, held_out = split_documents(file.num_documents, fraction, settings.seed, name)
-        dataset = self._dataset(opened, train, keep_tail=False)
+    Raises:
+        JobError: there is not one sample, or not two documents to split.
+    """
+    sources, evaluation = [], []
+    for each in training:
+        file, name = each.token_file, each.spec.name
+        train, held_out = split_documents(file.num_documents, settings.eval_fraction, settings.seed, name)
         paths = [path for part in file.parts if (path := getattr(part, "filename", None)) is not None]
-        watched = tuple(WatchedFile.of(Path(path)) for path in paths)
-        source = BlendSource(name, opened.spec.weight, dataset, file.fingerprint, watched)
-        return source, self._dataset(opened, held_out, keep_tail=True) if len(held_out) else None
+        dataset, watched = (
+            _dataset(each, train, settings),
+            tuple(WatchedFile.of(Path(path)) for path in paths),
+        )
+        sources.append(BlendSource(name, each.spec.weight, dataset, file.fingerprint, watched))
+        if len(held_out):
+            shown = name if len(training) > 1 else None
+            evaluation.append(EvalData(shown, _dataset(each, held_out, settings, keep_tail=True)))
+    for each in named:
+        everything = Complement(each.token_file.num_documents, np.arange(0))
+        dataset = _dataset(each, everything, settings, keep_tail=True)
+        evaluation.append(EvalData(each.spec.name, dataset, tuple(_aside(each))))
+    return sources, evaluation
 
-    def whole(self, opened: OpenSource) -> PackedDataset:
-        """All documents of a validation set.
 
-        Raises:
-            JobError: there is not one sample.
-        """
-        everything = Complement(opened.token_file.num_documents, np.arange(0))
-        return self._dataset(opened, everything, keep_tail=True)
-
-    def _dataset(
-        self, opened: OpenSource, documents: Complement | np.ndarray, keep_tail: bool
-    ) -> PackedDataset:
-        file, settings = opened.token_file, self.settings
-        side = f"{settings.eval_fraction}-{'tail' if keep_tail else 'train'}-{len(documents)}"
-        try:
-            return PackedDataset(
-                file.tokens,
-                file.offsets,
-                documents,
-                Packing(
-                    settings.sequence_length,
-                    settings.seed,
-                    keep_tail,
-                    find_documents=settings.document_mask,
-                    mask_document_end=settings.mask_document_end,
-                    vocab_size=settings.vocab_size,
-                ),
-                index_stem=settings.cache_folder / f"order-{file.fingerprint}-{settings.seed}-{side}",
-            )
-        except ValueError as error:
-            rule = f"{len(documents)} {'evaluation' if keep_tail else 'training'} documents: {error}"
-            remedy = "Give more text, or a smaller --seq_length"
-            raise job_error("data", opened.spec.name, rule, remedy) from error
+def _dataset(
+    opened: OpenSource, documents: Complement | np.ndarray, settings: DataSettings, keep_tail: bool = False
+) -> PackedDataset:
+    file = opened.token_file
+    side = f"{settings.eval_fraction}-{'tail' if keep_tail else 'train'}-{len(documents)}"
+    stem = settings.cache_folder / f"order-{file.fingerprint}-{settings.seed}-{side}"
+    packing = Packing(
+        settings.sequence_length,
+        settings.seed,
+        keep_tail,
+        find_documents=settings.document_mask,
+        mask_document_end=settings.mask_document_end,
+        vocab_size=settings.vocab_size,
+    )
+    try:
+        return PackedDataset(file.tokens, file.offsets, documents, packing, index_stem=stem)
+    except ValueError as error:
+        rule = f"{len(documents)} {'evaluation' if keep_tail else 'training'} documents: {error}"
+        remedy = "Give more text, or a smaller --seq_length"
+        raise job_error("data", opened.spec.name, rule, remedy) from error
 
 
 def _leaks(training: Sequence[OpenSource], named: Sequence[OpenSource]) -> list[Problem]:

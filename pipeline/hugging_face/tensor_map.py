@@ -1,7 +1,6 @@
 """Our parameters and the tensors of a Hugging Face model: names, shapes and the order of rows. No torch.
 
-The one place that knows both. Each of our parameters is made of rows of theirs, laid under each other and put
-into our order:
+Each of our parameters consists of rows of their tensors, concatenated and put into our order:
 
     theirs                 ours
     q | k | v              for each key/value head its query heads, its key, its value
@@ -41,10 +40,10 @@ class Entry:
 
     Attributes:
         name: Ours.
-        blocks: Of theirs, laid under each other.
+        blocks: Of their tensors, concatenated.
         columns: None for a vector.
         transposed: They store a matrix as [columns, rows].
-        order: For each of our rows its number among those of the blocks, -1 for one of padding, [rows].
+        order: For each of our rows its number among those of the blocks, -1 for padding, [rows].
     """
 
     name: str
@@ -151,13 +150,8 @@ class _Maker:
         for kind in ("weight", "bias") if bias else ("weight",):
             named = tuple(Block(f"{module}.{kind}", first, rows) for module, first, rows in blocks)
             matrix = kind == "weight"
-            yield Entry(
-                f"{name}.{kind}",
-                named,
-                columns if matrix else None,
-                transposed and matrix,
-                order=order,
-            )
+            width = columns if matrix else None
+            yield Entry(f"{name}.{kind}", named, width, transposed and matrix, order=order)
 
     def around(
         self, embedding: str, blocks: Iterator[Entry], positions: str | None, norm: str
@@ -185,9 +179,8 @@ class _GPT2(_Maker):
         h, inner = self.model.hidden_size, self.model.ffn_hidden_size
         yield from self.norm(f"{ours}.norm1", f"{theirs}.ln_1", h, rms=False)
         qkv = tuple((f"{theirs}.attn.c_attn", part * h, h) for part in range(3))
-        yield from self.linear(
-            f"{ours}.attention.qkv", qkv, h, bias=True, order=self.grouped, transposed=True
-        )
+        name = f"{ours}.attention.qkv"
+        yield from self.linear(name, qkv, h, bias=True, order=self.grouped, transposed=True)
         yield from self._linear(f"{ours}.attention.out", f"{theirs}.attn.c_proj", h, h)
         yield from self.norm(f"{ours}.norm2", f"{theirs}.ln_2", h, rms=False)
         yield from self._linear(f"{ours}.mlp.up", f"{theirs}.mlp.c_fc", inner, h)

@@ -75,7 +75,7 @@ def total_parameters(model: ModelConfig, *, padded: bool = False) -> int:
 
 
 def stage_parameters(layers: Iterable[LayerSize]) -> int:
-    """Parameters in memory; a tied output layer adds its weight only where the embedding is elsewhere."""
+    """Parameters in memory; a tied output layer adds its weight if the embedding is on another stage."""
     layers = list(layers)
     shared = any(layer.name == "embedding" for layer in layers)
     return sum(layer.parameters if shared else layer.held for layer in layers)

@@ -150,7 +150,7 @@ def test_changed_weights_and_a_new_source_are_printed_and_continue(
     assert "other sources or weights from sample 100 on" in said
     per_epoch = data.train.sources[0].dataset.samples_per_epoch
     assert (
-        f"a: weight 0.75 -> 0.25, goes on at sample {75 % per_epoch} of its epoch {75 // per_epoch}" in said
+        f"a: weight 0.75 -> 0.25, continues at sample {75 % per_epoch} of its epoch {75 // per_epoch}" in said
     )
     assert "c: new, weight 0.5" in said
     after = resumed.train.read(np.arange(100, 300))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import logging
 import os
@@ -12,11 +13,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
+from pipeline.base.files import file_lock
 from pipeline.base.problems import JobError
 from pipeline.data import records, token_writer
 from pipeline.data.corpus import Corpus, find_corpus
@@ -24,6 +27,7 @@ from pipeline.data.encoding import Encoder
 from pipeline.data.preparation import PreparationProgress, Rules, write_tokens
 from pipeline.data.records import Task
 from pipeline.data.token_file import open_token_file
+from pipeline.data.token_writer import TokenWriter
 from pipeline.data.tokenizer import ByteTokenizer
 from tests.data.megatron_files import read_documents
 
@@ -315,3 +319,29 @@ def _alive(session: int) -> bool:
         ["ps", "-o", "pid=", "-s", str(session)], capture_output=True, text=True, check=False
     )
     return bool(found.stdout.strip())
+
+
+def test_the_lock_is_held_until_the_last_bytes_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = []
+
+    class Watched(io.BufferedWriter):
+        def close(self) -> None:
+            if self.closed:
+                return
+            super().close()
+            with pytest.raises(TimeoutError), file_lock(tmp_path / "t.sizes.partial"):
+                pass
+            held.append(True)
+
+    plain = Path.open
+
+    def opened(path: Path, mode: str = "r", **arguments: Any) -> Any:
+        return Watched(io.FileIO(path, "ab")) if mode == "ab" else plain(path, mode, **arguments)
+
+    monkeypatch.setattr(Path, "open", opened)
+    with TokenWriter(str(tmp_path / "t"), np.dtype("<u2"), "id") as writer:
+        writer.write(np.array([1, 2]), [2], closed=True)
+        writer.commit()
+    assert held == [True, True], "tokens and sizes"

@@ -98,7 +98,7 @@ def test_weights_change_and_a_source_joins_on_resume(tmp_path: Path) -> None:
     changed = arguments(shop, "run", {"books": 0.25, "code": 0.25, "mails": 0.5}, steps=8)
     said = run_job(changed, 1).check().stdout[0]
     assert "other sources or weights from sample 96 on" in said
-    assert "weight 0.75 -> 0.25, goes on at sample" in said
+    assert "weight 0.75 -> 0.25, continues at sample" in said
     assert "mails: new, weight 0.5" in said
     log = samples(shop, "run")
     later = log[96:]
