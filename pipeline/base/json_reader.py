@@ -71,8 +71,15 @@ def read_json(path: Path, option: str = "deepspeed_config", kind: str = "a DeepS
     except (OSError, ValueError) as error:
         rule = f"cannot be read as JSON ({type(error).__name__}: {error})"
     else:
-        return parse_json(text, str(path))
+        document = parse_json(text, str(path))
+        return document if document.values or path.suffix not in (".yml", ".yaml") else _yaml(path, option)
     return Document(str(path), {}, {}, (Problem(option, str(path), rule, f"Give the path of {kind}"),))
+
+
+def _yaml(path: Path, option: str) -> Document:
+    rule = "is YAML, and a JSON is read"
+    remedy = "Write a JSON; ds_configs/README.md has the names of its keys, and GPT-NeoX's beside them"
+    return Document(str(path), {}, {}, (Problem(option, str(path), rule, remedy),))
 
 
 def parse_json(text: str, path: str) -> Document:

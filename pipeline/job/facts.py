@@ -17,7 +17,7 @@ from pipeline.base.problems import Problem, Severity
 from pipeline.base.words import did_you_mean
 from pipeline.data.corpus import SourceSpec
 from pipeline.data.tokenizer import TokenizerFacts
-from pipeline.job.foreign_keys import FOREIGN, OLD_NAMES, Foreign
+from pipeline.job.foreign_keys import FOREIGN, OLD_NAMES, Foreign, of_megatron
 from pipeline.job.job import Batch, Dtype, Resolved
 from pipeline.job.models import TrainingDefaults, training_defaults
 from pipeline.job.options import Options
@@ -147,19 +147,21 @@ class Settings:
     def _refuse(self, block: str, name: str, value: object) -> Problem | None:
         """Why a key that nobody knows is not taken, or "auto" where nothing can stand in for a value."""
         path = f"{block}.{name}" if block else name
-        reason = _unknown(block, name, path)
+        reason = _unknown(block, name, path, value)
         if reason is None and value == AUTO and not KEYS[path].auto:
             reason = "is required, and nothing decides it", f"Give {KEYS[path].words}"
         return reason and Problem(self.where(path), value, *reason)
 
 
-def _unknown(block: str, name: str, path: str) -> tuple[str, str] | None:
+def _unknown(block: str, name: str, path: str, value: object) -> tuple[str, str] | None:
     """Rule and remedy for a key that is none of DeepSpeed's."""
     if "." in name and (path in KEYS or path in FOREIGN):
         outer, inner = path.rsplit(".", 1)
         return "a key with a dot in it is no key of a block", f'Write "{inner}" inside the block {outer}'
     if path in KEYS:
         return None
+    if not block and (reason := of_megatron(name, value)):
+        return reason
     owners = [each for each in KEYS if each.rpartition(".")[2] == name]
     belongs = f"It belongs at {' or '.join(owners)}" if owners and name not in children(block) else None
     return f"there is no such key{block and f' in {block}'}", belongs or did_you_mean(name, children(block))

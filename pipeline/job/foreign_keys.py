@@ -6,6 +6,7 @@ with a note; one that would train otherwise than asked is refused, with the reas
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -260,6 +261,96 @@ OLD_NAMES: dict[str, tuple[str, Callable[[Any], Any]]] = {
         )
     },
 }  # fmt: skip
+
+# Arguments of Megatron-LM and GPT-NeoX, with hyphens or underscores -> what says it here; {} is the value.
+_CONFIG_JSON = "in a config.json for --model: "
+MEGATRON: dict[str, str] = {
+    "pipe_parallel_size": '"pipeline": {{"stages": {}}}; 1 for none',
+    "pipeline_model_parallel_size": '"pipeline": {{"stages": {}}}',
+    "model_parallel_size": '"tensor_parallel": {{"autotp_size": {}}}',
+    "tensor_model_parallel_size": '"tensor_parallel": {{"autotp_size": {}}}',
+    "ds_sequence_parallel_size": '"sequence_parallel_size": {}',
+    "context_parallel_size": '"sequence_parallel_size": {}',
+    "zero_stage": '"zero_optimization": {{"stage": {}}}',
+    "micro_batch_size": '"train_micro_batch_size_per_gpu": {}',
+    "batch_size": '"train_micro_batch_size_per_gpu": {}',
+    "global_batch_size": '"train_batch_size": {}',
+    "gas": '"gradient_accumulation_steps": {}',
+    "clip_grad": '"gradient_clipping": {}',
+    "weight_decay": '"weight_decay": {} in optimizer.params',
+    "adam_beta1": '"betas" in optimizer.params, the first',
+    "adam_beta2": '"betas" in optimizer.params, the second',
+    "adam_eps": '"eps": {} in optimizer.params',
+    "lr_decay_style": '"scheduler": {{"type": "CosineWithFloor"}}, or another of its types',
+    "lr_decay_iters": '"decay_num_steps" in scheduler.params, of CosineWithFloor counted from the peak',
+    "min_lr": '"min_lr": {} in scheduler.params of CosineWithFloor',
+    "warmup": '"warmup_num_steps" in scheduler.params, a number of steps',
+    "lr_warmup_fraction": '"warmup_num_steps" in scheduler.params, a number of steps',
+    "lr_warmup_iters": '"warmup_num_steps": {} in scheduler.params',
+    "checkpoint_activations": '"activation_checkpointing": {{"mode": "full"}}',
+    "recompute_activations": '"activation_checkpointing": {{"mode": "selective"}}',
+    "train_iters": "--train_steps {}",
+    "seq_length": "--seq_length {}",
+    "seed": "--seed {}",
+    "data_path": "--data PATH",
+    "train_data_paths": "--data PATH ..., or PATH=WEIGHT for each",
+    "train_data_weights": "--data PATH=WEIGHT for each",
+    "valid_data_paths": "--validation NAME=PATH ...",
+    "valid_data_weights": "--validation NAME=PATH, one for each set",
+    "split": "--eval_fraction, the share that is evaluated on",
+    "tokenizer_type": "--tokenizer FOLDER, or bytes",
+    "vocab_file": "--tokenizer FOLDER that holds a tokenizer.json",
+    "merge_file": "--tokenizer FOLDER that holds a tokenizer.json",
+    "save": "--output_dir {}",
+    "load": "--resume {}, or the run's --output_dir",
+    "save_interval": "--save_interval {}",
+    "checkpoint_factor": "--save_interval {}",
+    "keep_last_n_checkpoints": "--keep_last {}",
+    "eval_interval": "--eval_interval {}",
+    "eval_iters": "--eval_samples, counted in samples",
+    "log_interval": "--log_interval {}",
+    "attention_dropout": "--dropout {}, of all layers",
+    "hidden_dropout": "--dropout {}, of all layers",
+    "reset_attention_mask": "--document_mask",
+    "reset_position_ids": "--document_mask",
+    "eod_mask_loss": "--mask_document_end",
+    "num_layers": f'{_CONFIG_JSON}"num_hidden_layers": {{}}',
+    "hidden_size": f'{_CONFIG_JSON}"hidden_size": {{}}',
+    "num_attention_heads": f'{_CONFIG_JSON}"num_attention_heads": {{}}',
+    "num_kv_heads": f'{_CONFIG_JSON}"num_key_value_heads": {{}}',
+    "num_query_groups": f'{_CONFIG_JSON}"num_key_value_heads": {{}}',
+    "ffn_hidden_size": f'{_CONFIG_JSON}"intermediate_size": {{}}',
+    "intermediate_size": f'{_CONFIG_JSON}"intermediate_size": {{}}',
+    "max_position_embeddings": f'{_CONFIG_JSON}"max_position_embeddings": {{}}',
+    "norm": f'{_CONFIG_JSON}"model_type" llama for RMSNorm, gpt2 for LayerNorm',
+    "pos_emb": f'{_CONFIG_JSON}"model_type" llama for rotary positions, gpt2 for learned ones',
+    "no_weight_tying": f'{_CONFIG_JSON}"tie_word_embeddings": false',
+    "make_vocab_size_divisible_by": "nothing: the vocabulary is padded to a multiple of 128",
+    "scaled_upper_triang_masked_softmax_fusion": "nothing: torch's fused attention is used",
+    "bias_gelu_fusion": "nothing",
+    "init_method": "nothing: weights are drawn from the seed and each parameter's name",
+    "output_layer_init_method": "nothing: weights are drawn from the seed and each parameter's name",
+    "synchronize_each_layer": "nothing",
+    "partition_activations": '"sequence_parallel_size", which divides activations',
+    "checkpoint_num_layers": "nothing: each block is recomputed by itself",
+    "distributed_backend": "nothing: NCCL on GPUs, gloo on CPUs",
+    "launcher": "--launcher {} of launch.sh",
+    "hostfile": "--hostfile {} of launch.sh",
+    "num_workers": "nothing: batches are read ahead",
+    "use_wandb": '"wandb": {{"enabled": true}}',
+    "tensorboard_dir": '"tensorboard": {{"enabled": true, "output_path": {}}}',
+}
+MEGATRON_RULE = "is an argument of Megatron-LM or GPT-NeoX"
+
+
+def of_megatron(name: str, value: Any) -> tuple[str, str] | None:
+    """Rule and remedy for an argument of Megatron-LM or GPT-NeoX in place of a key."""
+    template = MEGATRON.get(name.replace("-", "_"))
+    if template is None:
+        return None
+    said = template.format(value if isinstance(value, str) else json.dumps(value))
+    return MEGATRON_RULE, "Remove it" if said.startswith("nothing") else f"Here it is {said}"
+
 
 # What an absent key means to DeepSpeed 0.19.8, where it means something else here.
 DEEPSPEED_DEFAULTS: dict[str, Any] = {

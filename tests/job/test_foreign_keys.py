@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipeline.base.json_reader import read_json
 from pipeline.base.problems import EXIT_FINISHED
 from pipeline.check import main as check
-from pipeline.job.foreign_keys import FOREIGN
+from pipeline.job.foreign_keys import FOREIGN, MEGATRON
+from pipeline.job.options import Options
 from pipeline.job.run_file import run_json
+from pipeline.job.schema import KEYS
 from tests.job.drafts import A100, CPU, V100, draft, world
 
 ZERO = "zero_optimization"
@@ -247,6 +251,49 @@ def test_the_check_prints_notes_and_says_that_the_job_can_start(tmp_path: Path, 
     printed = capsys.readouterr()
     assert "note: dataloader_drop_last" in printed.out + printed.err
     assert "This job can start." in printed.out
+
+
+NEOX = """{
+  # GPT-NeoX's own form: a flow mapping with comments
+  "pipe-parallel-size": 2, "model-parallel-size": 2,
+  "num-layers": 12, "hidden-size": 768, "seq-length": 2048, "bias-gelu-fusion": true,
+  "train_micro_batch_size_per_gpu": 4, "gas": 1, "data-path": "data/enwik8",
+  "optimizer": {"type": "Adam", "params": {"lr": 0.0006, "betas": [0.9, 0.95], "eps": 1.0e-8}},
+  "zero_optimization": {"stage": 1, "allgather_partitions": true, "cpu_offload": false},
+}"""
+
+
+def test_a_file_of_gpt_neox_is_answered_with_the_names_here(tmp_path: Path) -> None:
+    made = draft(tmp_path, NEOX, world(8, device=A100))
+    answers = {each.key.split(" (")[0]: each.remedy for each in made.errors}
+    assert answers == {
+        "pipe-parallel-size": 'Here it is "pipeline": {"stages": 2}; 1 for none',
+        "model-parallel-size": 'Here it is "tensor_parallel": {"autotp_size": 2}',
+        "num-layers": 'Here it is in a config.json for --model: "num_hidden_layers": 12',
+        "hidden-size": 'Here it is in a config.json for --model: "hidden_size": 768',
+        "seq-length": "Here it is --seq_length 2048",
+        "bias-gelu-fusion": "Remove it",
+        "gas": 'Here it is "gradient_accumulation_steps": 1',
+        "data-path": "Here it is --data PATH",
+    }
+
+
+def test_what_megatron_calls_a_setting_leads_to_something_that_exists() -> None:
+    options = set(Options.__dataclass_fields__) | {"launcher", "hostfile"}
+    for said in MEGATRON.values():
+        assert all(name in options for name in re.findall(r"--(\w+)", said)), said
+        for text in re.findall(r'^("\w+": .+?})(?:[,;]|$)', said.format('"x"')):
+            (key,) = json.loads("{" + text + "}")
+            assert key in KEYS, said
+
+
+def test_a_yaml_file_is_named_as_such(tmp_path: Path) -> None:
+    path = tmp_path / "125M.yml"
+    path.write_text("pipe-parallel-size: 1\n", encoding="utf-8")
+    (problem,) = read_json(path).problems
+    assert problem.rule == "is YAML, and a JSON is read"
+    path.write_text(NEOX, encoding="utf-8")
+    assert read_json(path).values["gas"] == 1
 
 
 # What the remedy says, done.
