@@ -12,7 +12,12 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 from torch import nn
 
-from pipeline.engine.deepspeed_patches import GivenDualPipeVStages, GivenStages, skip_recovery_script
+from pipeline.engine.deepspeed_patches import (
+    GivenDualPipeVStages,
+    GivenStages,
+    skip_recovery_script,
+    time_stages_once,
+)
 from pipeline.engine.engine import PipelinedEngine, SequentialEngine, TrainEngine
 from pipeline.engine.loss import token_loss
 from pipeline.engine.optimizer import build_optimizer
@@ -103,4 +108,6 @@ def _initialize(job: Job, parallel: Parallel, module: nn.Module, grid: PipelineP
     if job.zero_stage == 0:
         optimizer.state.clear()
     skip_recovery_script(engine)
+    if job.mesh.pipeline > 1:
+        time_stages_once(engine)
     return engine

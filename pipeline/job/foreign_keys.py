@@ -209,6 +209,12 @@ _ZERO_KEYS = {
     "gather_fp16_weights_on_model_save": Foreign(_WHOLE_WEIGHTS),
     "leaf_module": Foreign("it serves mixture-of-experts blocks, and the model has none"),
     "save_muon_momentum_buffer_in_memory": Foreign("it belongs to offload of Muon to NVMe"),
+    "offload_optimizer.ratio": Foreign(
+        "all of the optimizer's state is offloaded",
+        only(1),
+        "DeepSpeed splits the state for its own compiled Adam only, and torch's is used here",
+        "Remove it, or set it to 1",
+    ),
     "offload_optimizer.cpuadam_cores_perc": Foreign("it belongs to super_offload, which is off"),
     "offload_optimizer.super_offload": _switch(
         "it needs a Grace-Hopper host and DeepSpeed's CPU Adam", 'Use "device": "cpu" alone'

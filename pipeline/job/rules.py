@@ -90,8 +90,6 @@ RULES: tuple[Rule, ...] = (
     Rule("NVMe", "NVMe offload needs ZeRO stage 3 and a path; its keys do not act without it (note)",
          "only stage 3 swaps", zero.nvme),
     Rule("aio", "aio does not act without offload to NVMe (note)", "it serves nothing else", zero.aio),
-    Rule("offload ratio", "A ratio needs offload of the optimizer to cpu",
-         "it splits state between GPU and CPU", zero.offload_ratio),
     Rule("overlap and pipeline", "overlap_comm is off with pipeline stages (note)",
          "DeepSpeed turns it off there", zero.overlap_pipeline),
     Rule("second shard", "zero_hpz_partition_size divides data * sequence, and excludes tensor parallelism",

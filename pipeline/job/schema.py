@@ -158,7 +158,6 @@ class OffloadOptimizer(Record):
     pipeline_read: bool = _three(False, "Read the next NVMe tile early.")
     pipeline_write: bool = _three(False, "Write the last NVMe tile late.")
     fast_init: bool = _three(False, "Quicker NVMe start.")
-    ratio: Share = _three(1.0, "Share of optimizer state offloaded.")
 
 
 @dataclass(frozen=True, slots=True)

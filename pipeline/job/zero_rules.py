@@ -59,15 +59,6 @@ def aio(f: Facts) -> Iterable[Problem]:
         yield f.settings.note("aio", "acts with offload to nvme only")
 
 
-def offload_ratio(f: Facts) -> Iterable[Problem]:
-    key = "zero_optimization.offload_optimizer.ratio"
-    if (
-        f.config.zero_optimization.offload_optimizer.ratio < 1
-        and f.offload_device("offload_optimizer") != "cpu"
-    ):
-        yield f.settings.problem(key, "acts with device cpu", "Set device to cpu, or remove it")
-
-
 def overlap_pipeline(f: Facts) -> Iterable[Problem]:
     key = "zero_optimization.overlap_comm"
     if f.stages > 1 and f.config.zero_optimization.overlap_comm:

@@ -44,6 +44,7 @@ INERT = {
     "zero_optimization.compute_grad_norm": True,
     "zero_optimization.load_from_fp32_weights": True,
     "zero_optimization.mics_shard_size": -1,
+    "zero_optimization.offload_optimizer.ratio": 1.0,
 }
 
 
