@@ -1,4 +1,4 @@
-"""What a rank holds in memory: every tensor, told apart by what it is for."""
+"""What a rank holds in memory: every tensor, by its purpose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contenders as groups of processes that run some steps when told to, and wait in between.
+"""Contenders as groups of processes that run some steps on command, and wait in between.
 
 Every contender lives in processes of its own and keeps its own training loop. The loop reports each step to a
 `Clock`, which lets a round of steps through and then holds the process until the next one. So contenders are

@@ -86,7 +86,7 @@ def stop_signals() -> tuple[signal.Signals, ...]:
 
 
 def take_stop_signals(handler: Callable[[int, FrameType | None], object]) -> None:
-    """Let `handler` have them; one that the caller has been told to ignore (nohup) stays ignored."""
+    """Let `handler` have them; one that the caller set to be ignored (nohup) stays ignored."""
     for number in STOP_SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, handler)
@@ -102,5 +102,5 @@ def leave_at_stop(number: int, _frame: FrameType | None) -> NoReturn:
 
 def say(line: str) -> None:
     """One line for the user, beside the job's own output: on standard error."""
-    with contextlib.suppress(OSError):  # the terminal is gone; the job goes on
+    with contextlib.suppress(OSError):  # the terminal is gone; the job continues
         print(line, file=sys.stderr, flush=True)

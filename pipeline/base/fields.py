@@ -8,7 +8,7 @@ A record is a dataclass. The annotation of a field says type and range; `describ
 
 The DeepSpeed JSON, the parameters of a schedule, the options of a run and run.json, the fields of a model
 and the blend file are all read by it. Why not pydantic: there, a model with one wrong field does not exist,
-and here the rules judge all the others (reading the wrong one raises `Undecided`); a number or "auto" gets an
+and here the rules check all the others (reading the wrong one raises `Undecided`); a number or "auto" gets an
 error for each alternative; and line, rule, remedy and the reasons of refused keys would all have to be
 written beside it.
 """
@@ -368,7 +368,7 @@ def range_problems(record: Any, where: Callable[[str], str] = str) -> Iterator[P
 
 class Record:
     """Base of the records that are built from what could be used of an object. A value that was refused is
-    not set, and reading it raises `Undecided`. Slots, so that no default stands in for it."""
+    not set, and reading it raises `Undecided`. Slots, so that no default replaces it."""
 
     __slots__ = ()
 

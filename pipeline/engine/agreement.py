@@ -122,7 +122,7 @@ def agree_on_weights(parallel: Parallel, fingerprint: str) -> None:
 
 def agree_on_start(parallel: Parallel, fingerprint: str, step: int) -> None:
     """Compare the tokens that each rank reads, by the hexadecimal hash of all of them, and the step after
-    which each would go on.
+    which each would resume.
 
     Raises:
         DataMismatch, StartMismatch: on every rank alike, naming the ranks that differ from rank 0.

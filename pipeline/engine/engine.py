@@ -106,7 +106,7 @@ class TrainEngine(ABC):
     def next_token_logits(self, tokens: Tensor, position: int, documents: Tensor | None = None) -> Tensor:
         """Logits after ``tokens[position]``, [vocabulary] fp32, on every rank.
 
-        `tokens` is [micro batch, sequence] with the text in row 0; what stands after `position` cannot
+        `tokens` is [micro batch, sequence] with the text in row 0; what comes after `position` cannot
         matter, because attention is causal. The rank that computed a slice of the vocabulary puts it into a
         zero vector, and a sum over the world gives everyone the whole.
 

@@ -26,8 +26,8 @@ MAX_SKIPPED_IN_A_ROW = 30
 
 
 class EvalSet(NamedTuple):
-    """One set to evaluate: its name, None for the held-out documents of a single source, and this data rank's
-    micro-batches."""
+    """One set to evaluate: its name, None for the validation documents of a single source, and the
+    micro-batches of this data rank."""
 
     name: str | None
     batches: Sequence[MicroBatch]
@@ -141,7 +141,7 @@ class Loop:
 
     def _check_finite(self, result: StepResult, step: int, batch: StepBatch) -> None:
         """Refuse to train on from a step that is not finite. An overflow that DeepSpeed skipped left the
-        weights as they were, so the run goes on unless that is all it does."""
+        weights as they were, so the run continues unless that is all it does."""
         last = batch.first_sample + batch.num_samples - 1
         where = f"step {step}, samples {batch.first_sample} to {last} of the order"
         if not math.isfinite(result.loss):

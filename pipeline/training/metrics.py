@@ -58,11 +58,11 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class EvalMetrics:
-    """Loss on held-out documents after `step` optimizer steps, mean per unmasked token.
+    """Loss on validation documents after `step` optimizer steps, mean per unmasked token.
 
     Attributes:
         name: Of the validation set, or of the source that the documents were held out of; None where a single
-            source is trained on, whose held-out part needs no name.
+            source is trained on, whose validation part needs no name.
         best: The lowest of this set so far, this one included; for the console. None: not known.
     """
 

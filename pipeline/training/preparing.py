@@ -61,7 +61,7 @@ class Prepared:
 
     @property
     def state(self) -> TrainState:
-        """Where the run stands at the beginning."""
+        """The state that the run starts from."""
         return _state(self.selection)
 
 
@@ -145,7 +145,7 @@ def _require_usable_numbers(job: Job, state: TrainState) -> None:
     found = {metrics: unusable_metrics(metrics, state.step, evaluation_due=state.evaluation_due)}
     if job.reporting.log_samples:
         found[samples] = unusable_samples(samples)
-    remedy = "Repair the line, or move the file away: the run does not need it to go on"
+    remedy = "Repair the line, or move the file away: the run resumes without it"
     problems = [
         Problem("output_dir", str(path), f"cannot be continued: {reason}", remedy)
         for path, reason in found.items()

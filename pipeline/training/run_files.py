@@ -120,7 +120,7 @@ class _Order:
 
 
 def unusable_metrics(path: Path, resume_step: int, *, evaluation_due: bool = False) -> str | None:
-    """Why `MetricsFile` could not go on with the file at `path`; None if it can, or there is none."""
+    """Why `MetricsFile` could not continue the file at `path`; None if it can, or there is none."""
     return reading_failure(path, lambda lines: _kept(path, lines, resume_step, evaluation_due, _Order(path)))
 
 
@@ -172,7 +172,7 @@ class SampleLog(LineFile):
         path: The file; lines of steps after `state` are removed, and a last one that a crash left torn.
         blend: The order. Its tokens are not read.
         batch_size: Samples per step of the whole job.
-        state: Where the run starts or goes on.
+        state: Where the run starts or resumes.
 
     Raises:
         OSError: the file cannot be read or written.
@@ -198,7 +198,7 @@ class SampleLog(LineFile):
 
 
 def unusable_samples(path: Path) -> str | None:
-    """Why `SampleLog` could not go on with the file at `path`; None if it can, or there is none."""
+    """Why `SampleLog` could not continue the file at `path`; None if it can, or there is none."""
     return reading_failure(path, lambda lines: _whole_lines(path, lines))
 
 

@@ -109,7 +109,7 @@ class RunSaves:
             if self._on_failure == "stop":
                 raise
             at = "there is none before" if self._saved is None else f"the last is {tag_of(self._saved.step)}"
-            logger.warning(f"WARNING: {error}. The run goes on without this checkpoint; {at}")
+            logger.warning(f"WARNING: {error}. The run continues without this checkpoint; {at}")
 
 
 def _same(one: TrainState, other: TrainState) -> bool:

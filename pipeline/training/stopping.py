@@ -122,7 +122,7 @@ class Stopping:
         self._signals, self.time_limit, self._file = signals, time_limit, file
 
     def code(self) -> int:
-        """0 to go on, else a reason."""
+        """0 to continue, else a reason."""
         if self._signals.number is not None:
             return int(self._signals.number)
         if self.time_limit is not None and self.time_limit.reached:

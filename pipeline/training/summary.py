@@ -1,4 +1,4 @@
-"""What a start says of itself: before its first step, one line per fact; at its end, how to go on."""
+"""What a start says of itself: before its first step, one line per fact; at its end, how to continue."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ def _repetition(job: Job, data: TrainingData) -> list[str]:
     passes = job.train_steps * job.batch.tokens_per_step / data.train.num_tokens
     if passes <= MANY_PASSES:
         return []
-    return [
-        f"this run goes {passes:,.0f} times over the training data and will learn it by heart: give it more"
-    ]
+    return [f"this run goes {passes:,.0f} times over the training data and will memorise it: give it more"]
 
 
 def _parallelism(job: Job) -> list[str]:

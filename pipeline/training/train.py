@@ -1,4 +1,4 @@
-"""Training on one rank, once its engine stands where the run begins: the loop, and its summary."""
+"""Training on one rank, once its engine has the run's first state: the loop, and its summary."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Sinks(NamedTuple):
 
 
 def train(engine: TrainEngine, prepared: Prepared) -> Outcome:
-    """Loop, then the summary: held-out loss, a sample of text, how to go on. Collective.
+    """Loop, then the summary: validation loss, a sample of text, how to continue. Collective.
 
     Raises:
         TrainingDiverged: the loss or gradient is not finite.
@@ -144,7 +144,7 @@ def sample_text(engine: TrainEngine, job: Job, tokenizer: Tokenizer, prompt: str
 
 
 def _evaluate_again(loop: Loop, prepared: Prepared) -> None:
-    """Say the held-out losses of a run that had finished."""
+    """Report the validation losses of a run that had finished."""
     for name, batches in loop.eval_sets:
         found = evaluate(loop.engine, loop.parallel, batches)
         assert not isinstance(found, Abandoned)

@@ -49,7 +49,7 @@ def test_a_run_goes_on_without_a_checkpoint_that_failed(mode: tuple, shop: Works
             f"WARNING: global_step{step} could not be saved: rank 1 on {os.uname().nodename}: "
             f"OSError: [Errno 28] No space left on device: "
         ) in result.stdout[0]
-    assert "The run goes on without this checkpoint; the last is global_step1" in result.stdout[0]
+    assert "The run continues without this checkpoint; the last is global_step1" in result.stdout[0]
     assert [line["step"] for line in shop.steps("run")] == [1, 2, 3, 4]
     names = sorted(path.name for path in shop.latest("run").parent.iterdir())
     assert names == ["global_step1", "global_step4", "latest"]

@@ -23,7 +23,7 @@ from pipeline.training.run import RunFailed
 from tests.harness import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
-# A collective whose tensors gloo's worker thread goes on freeing for seconds after this returns.
+# A collective whose tensors gloo's worker thread continues to free for seconds after this returns.
 SLOW_TO_FREE = """
 import resource, sys, time
 

@@ -1,4 +1,4 @@
-"""Time limits, stop files, and how they are told."""
+"""Time limits, stop files, and how they are reported."""
 
 from __future__ import annotations
 
