@@ -1,6 +1,7 @@
 """The matrix. What runs with every change is in `FAST`, what takes longer in `SLOW`.
 
-Of `SLOW` those always run that together have any two settings which occur together; the rest are repeats.
+Of `SLOW` those always run that together show each setting, and any two that may meet in an error and occur
+together (`test_layouts.what_settings_meet`); the rest are repeats.
 """
 
 from __future__ import annotations

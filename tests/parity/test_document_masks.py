@@ -33,7 +33,7 @@ from tests.parity.ranks import LOGITS_AT, TIMEOUT, Calls, RankRun, train_rank
 
 plain_micro_batches = ranks.micro_batches
 
-FAST = (
+LAYOUTS = (
     Case(accumulation=2),
     Case(model="llama", accumulation=2, recompute="full"),
     Case(data=2, zero=3, accumulation=2),
@@ -43,8 +43,6 @@ FAST = (
     Case(pipeline=2, accumulation=4, **CLIP),
     Case(pipeline=2, accumulation=4, schedule="dualpipev"),
     Case(data=2, zero=2, model="dropout", accumulation=2),
-)
-SLOW = (
     *(Case(data=2, zero=stage, model="qwen", accumulation=2, **CLIP) for stage in (0, 1, 2)),
     Case(data=2, zero=3, zero_options=ALL_ON_CPU, model="llama", recompute="full", accumulation=2),
     Case(data=3, batch=12, accumulation=2),
@@ -70,8 +68,13 @@ SLOW = (
 
 
 def what_masks_meet(case: Case) -> set[tuple[Hashable, ...]]:
-    """By this some cases of `SLOW` are chosen that always run; the rest are repeats."""
-    return pairs_of_settings(case, "sequence", "schedule", "recompute", "model")
+    """By this some of `LAYOUTS` are chosen that always run; the rest are repeats."""
+    layout = {
+        ("pipelined", case.pipeline > 1, case.schedule),
+        ("zero", case.zero),
+        ("tensor", case.tensor > 1),
+    }
+    return layout | pairs_of_settings(case, "sequence", "schedule", "recompute", "model")
 
 
 # A document of 6 tokens in rows of 16: the lengths of the documents before and after it.
@@ -178,14 +181,8 @@ def check(case: Case, folder: Path) -> None:
     assert replica_differences(runs) == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", FAST, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", slow((), LAYOUTS, what_masks_meet), ids=lambda case: case.id)
 def test_layout_trains_as_documents_alone(case: Case, tmp_path: Path):
-    check(case, tmp_path)
-
-
-@pytest.mark.parametrize("case", slow(FAST, SLOW, what_masks_meet), ids=lambda case: case.id)
-def test_further_layout_trains_as_documents_alone(case: Case, tmp_path: Path):
     check(case, tmp_path)
 
 
