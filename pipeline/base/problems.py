@@ -27,8 +27,8 @@ class Problem:
         value: What was given, as the user wrote it.
         rule: What must hold, with the numbers worked out.
         remedy: What to change, concretely; a note has none.
-        severity: An ``error`` refuses the job; a ``warning`` is printed and the job continues; a ``note`` says
-            that a setting changes nothing here.
+        severity: An ``error`` refuses the job; with a ``warning`` it starts; a ``note`` says that a setting
+            changes nothing here.
     """
 
     key: str
