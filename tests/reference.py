@@ -5,7 +5,8 @@ It is meant to be checked by reading. Nothing here is shared with the code under
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 
@@ -76,6 +77,106 @@ def train_reference(
         update()
     weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     return ReferenceRun(tuple(losses), tuple(grad_norms), gradients, weights)
+
+
+@dataclass
+class LossScale:
+    """fp16's loss scale, by the rules that DeepSpeed documents for the keys of its ``fp16`` block.
+
+    Attributes:
+        value: The scale now; with `window` None it stays.
+        window: After so many steps in a row without overflow, the next good step doubles the scale.
+        hysteresis: So many overflows in all until one halves it, from when on each does; refilled when it
+            doubles, or by every good step if `consecutive`.
+    """
+
+    value: float
+    window: int | None = None
+    hysteresis: int = 2
+    consecutive: bool = False
+
+    def __post_init__(self) -> None:
+        self.good, self.left = 0, self.hysteresis
+
+    def update(self, overflow: bool) -> None:
+        if self.window is None:
+            return
+        if overflow:
+            self.good = 0
+            if self.left > 1:
+                self.left -= 1
+            else:
+                self.value /= 2
+            return
+        doubles = self.good > 0 and self.good % self.window == 0
+        if doubles or self.consecutive:
+            self.left = self.hysteresis
+        self.value *= 2 if doubles else 1
+        self.good += 1
+
+
+@dataclass(frozen=True)
+class MixedRun(ReferenceRun):
+    """What training in fp16 gave; gradients and their norms without the scale, infinite where skipped.
+
+    Attributes:
+        skipped: By step, whether the update was left out.
+        scales: The loss scale after each step.
+    """
+
+    skipped: tuple[bool, ...]
+    scales: tuple[float, ...]
+
+
+def train_mixed_reference(
+    build_model: Callable[[], nn.Module],
+    tokens: Tensor,
+    labels: Tensor,
+    mask: Tensor,
+    *,
+    learning_rate: float,
+    scale: LossScale,
+    gradient_clipping: float = 0.0,
+    vocab_size: int | None = None,
+    optimizer: Callable[[dict[str, nn.Parameter]], torch.optim.Optimizer] | None = None,
+    overflows: Collection[int] = (),
+) -> MixedRun:
+    """As `train_reference`, in fp16 with fp32 masters (Micikevicius et al., Mixed Precision Training, 2018).
+
+    The loss is multiplied by the scale, the gradients of the fp16 weights, as fp32, are divided by it. They
+    update the masters, of which the weights are rounded copies. Where a gradient is not finite, nothing is
+    updated but the scale.
+
+    Args:
+        overflows: Steps whose gradient is taken to be infinite, whatever it is.
+    """
+    _check(tokens, labels, mask)
+    model = build_model()
+    weights = dict(model.named_parameters())
+    for weight in weights.values():
+        weight.data = weight.data.half()
+    masters = {name: nn.Parameter(weight.detach().float()) for name, weight in weights.items()}
+    update = optimizer(masters).step if optimizer else partial(_sgd, masters, learning_rate)
+    losses, grad_norms, gradients, skipped, scales = [], [], {}, [], []
+    for step, (step_tokens, step_labels, step_mask) in enumerate(zip(tokens, labels, mask, strict=True)):
+        model.zero_grad(set_to_none=True)
+        loss = token_loss(model(step_tokens), step_labels, step_mask, vocab_size)
+        (loss * scale.value).backward()
+        for name, master in masters.items():
+            master.grad = weights[name].grad.float() / scale.value
+        gradients = gradients or _gradients(masters)
+        norm = _clip(masters, gradient_clipping)
+        skipped.append(step in overflows or not math.isfinite(norm))
+        losses.append(loss.item())
+        grad_norms.append(math.inf if skipped[-1] else norm)
+        if not skipped[-1]:
+            update()
+            for name, weight in weights.items():
+                weight.data = masters[name].detach().half()
+        scale.update(skipped[-1])
+        scales.append(scale.value)
+    final = {name: master.detach().clone() for name, master in masters.items()}
+    return MixedRun(tuple(losses), tuple(grad_norms), gradients, final, tuple(skipped), tuple(scales))
 
 
 def token_loss(logits: Tensor, labels: Tensor, mask: Tensor, vocab_size: int | None = None) -> Tensor:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from tests.reference import token_loss, train_reference
+from tests.reference import LossScale, token_loss, train_mixed_reference, train_reference
 
 VOCAB, STEPS, BATCH, SEQUENCE = 7, 3, 2, 5
 
@@ -97,3 +98,56 @@ def test_a_step_without_labels_is_refused():
         train_reference(Bigram, tokens, labels, mask, learning_rate=0.3)
     with pytest.raises(ValueError, match="same"):
         train_reference(Bigram, tokens, labels[:, :1], mask, learning_rate=0.3)
+
+
+@pytest.mark.parametrize(
+    ("scale", "overflows", "values"),
+    [
+        (LossScale(8.0), (0, 1), [8, 8, 8]),
+        # the third good step is the first after two of them
+        (LossScale(8.0, window=2, hysteresis=1), (), [8, 8, 16, 16, 32]),
+        (LossScale(8.0, window=2, hysteresis=1), (0, 2), [4, 4, 2, 2, 2, 4]),
+        (LossScale(8.0, window=9, hysteresis=3), (0, 2, 3, 5), [8, 8, 8, 4, 4, 2]),
+        (LossScale(8.0, window=9, hysteresis=2, consecutive=True), (0, 2, 3), [8, 8, 8, 4]),
+        (LossScale(8.0, window=1, hysteresis=2), (0, 3, 4), [8, 8, 16, 16, 8]),  # refilled by doubling
+    ],
+)
+def test_a_loss_scale_by_hand(scale: LossScale, overflows: tuple[int, ...], values: list[float]):
+    seen = []
+    for step in range(len(values)):
+        scale.update(step in overflows)
+        seen.append(scale.value)
+    assert seen == values
+
+
+def test_mixed_precision_is_the_same_training_whatever_the_scale():
+    tokens, labels, mask = batches()
+    exact, *mixed = (
+        train(Bigram, tokens, labels, mask, learning_rate=0.3, gradient_clipping=0.05, vocab_size=VOCAB)
+        for train in (
+            train_reference,
+            *(partial(train_mixed_reference, scale=LossScale(value)) for value in (1.0, 1000.0)),
+        )
+    )
+    for run in mixed:
+        assert run.losses == pytest.approx(exact.losses, rel=2**-9)
+        assert run.grad_norms == pytest.approx(exact.grad_norms, rel=2**-9)
+        assert run.skipped == (False,) * STEPS
+    # The masters have learned more than their weights show.
+    assert not torch.equal(mixed[0].weights["weight"], mixed[0].weights["weight"].half().float())
+
+
+def test_a_skipped_step_changes_nothing_but_the_scale():
+    run = train_mixed_reference(
+        Bigram,
+        *batches(),
+        learning_rate=0.3,
+        scale=LossScale(2.0, window=9, hysteresis=1),
+        overflows=range(STEPS),
+    )
+    assert run.scales == (1.0, 0.5, 0.25)
+    assert run.skipped == (True,) * STEPS
+    assert run.grad_norms == (math.inf,) * STEPS
+    assert all(
+        torch.equal(run.weights[name], each.half().float()) for name, each in Bigram().named_parameters()
+    )

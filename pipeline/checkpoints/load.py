@@ -186,7 +186,8 @@ def _scalar(engine: TrainEngine, shard: Shard, value: Any) -> Any:
 
 
 def loss_scaler_of(engine: TrainEngine) -> Any:
-    """DeepSpeed's loss scaler, also where it scales nothing (bf16, fp32); None at ZeRO stage 0."""
+    """DeepSpeed's loss scaler, also where it scales nothing (bf16, fp32); None in fp32 without ZeRO and under
+    its bf16 optimizer, which have none."""
     return getattr(engine.deepspeed.optimizer, "loss_scaler", None)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from deepspeed.checkpoint.constants import LOSS_SCALER, OPTIMIZER_STATE_DICT
+from deepspeed.checkpoint.constants import LOSS_SCALER
 from torch import Tensor
 
 from pipeline.checkpoints.manifest import SHARDS
@@ -103,8 +103,8 @@ class StoredState:
         if "loss_scaler_at" in self._index:
             at = self._index["loss_scaler_at"]
             return None if at is None else self._value(_location(at))
-        file, _ = next(shard for rank in self.ranks for shard in rank["shards"])["weights_at"]
-        return self._value(Location(file, (OPTIMIZER_STATE_DICT, LOSS_SCALER)))
+        file, keys = next(shard for rank in self.ranks for shard in rank["shards"])["weights_at"]
+        return self._value(Location(file, (keys[0], LOSS_SCALER)))  # beside the masters
 
     def read(self, name: str, key: str, wanted: Slice | None = None) -> Tensor:
         """Values of a parameter, [numel] fp32: its weights for the key `MASTER`, else optimizer state.

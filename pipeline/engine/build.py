@@ -17,6 +17,7 @@ from pipeline.engine.deepspeed_patches import (
     GivenStages,
     skip_recovery_script,
     time_stages_once,
+    with_own_16_bit_optimizer,
 )
 from pipeline.engine.engine import PipelinedEngine, SequentialEngine, TrainEngine
 from pipeline.engine.loss import token_loss
@@ -102,9 +103,10 @@ def _initialize(job: Job, parallel: Parallel, module: nn.Module, grid: PipelineP
     # gradients to allocate their state; at rate 0 it moves no weight, and what it counted is forgotten.
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-    engine, *_ = deepspeed.initialize(
-        model=module, optimizer=optimizer, config=job.deepspeed, mpu=grid, dist_init_required=False
-    )
+    with with_own_16_bit_optimizer():
+        engine, *_ = deepspeed.initialize(
+            model=module, optimizer=optimizer, config=job.deepspeed, mpu=grid, dist_init_required=False
+        )
     if job.zero_stage == 0:
         optimizer.state.clear()
     skip_recovery_script(engine)

@@ -11,17 +11,23 @@ import contextlib
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.checkpoint.constants import LOSS_SCALER
 from deepspeed.pipe import DualPipeVModule, PipelineModule
 from deepspeed.runtime.engine import EngineTimers
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe.schedule import ReduceTiedGrads
 from torch import Tensor
 
 from pipeline.base.problems import JobError, Problem
+from pipeline.engine.optimizer import clip_global_norm
 
 TESTED_VERSION = "0.19.8"
 
@@ -99,6 +105,82 @@ def clip_fp32_before_update(engine: Any, clip: Callable[[], None]) -> None:
 
     engine.clip_fp32_gradients = lambda: None
     engine._take_model_step = clip_and_update
+
+
+class _Unsharded16BitOptimizer(FP16_UnfusedOptimizer):
+    """16-bit weights with fp32 masters, without ZeRO, that scales and reports as ZeRO's optimizers do.
+
+    Attributes:
+        loss_scaler: DeepSpeed's, as in ZeRO's optimizers; in bf16 it scales nothing.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, deepspeed: Any, **settings: Any) -> None:
+        super().__init__(optimizer, deepspeed, **settings)
+        self.loss_scaler = CreateLossScaler(
+            settings["low_precision_dtype"],
+            deepspeed.loss_scale(),
+            deepspeed.dynamic_loss_scale(),
+            deepspeed.dynamic_loss_scale_args(),
+        )
+        self.dynamic_loss_scale = self.loss_scaler.dynamic
+
+    @property
+    def loss_scale(self) -> float:
+        return self.loss_scaler.loss_scale  # type: ignore[no-any-return]
+
+    def step(self, closure: None = None) -> None:
+        """Update the masters, and the weights from them; where the norm is not finite, neither.
+
+        Replicas have reduced their gradients and see the same; stages and tensor ranks sum their squares. The
+        scale changes last: until then it is the one that the gradients were scaled by.
+        """
+        pairs = list(zip(chain(*self.fp16_groups), chain(*self.fp32_groups), strict=True))
+        for weight, master in pairs:
+            master.grad, weight.grad = weight.grad.float().div_(self.loss_scale), None
+        gradients = [(weight, master.grad) for weight, master in pairs]
+        group = self.mpu.get_model_parallel_group()
+        self._global_grad_norm = clip_global_norm(gradients, group, self.clip_grad)
+        self.overflow = not self._global_grad_norm.isfinite()
+        if not self.overflow:
+            self.optimizer.step()
+            for weight, master in pairs:
+                weight.data.copy_(master.data)
+        for _, master in pairs:
+            master.grad = None
+        self.loss_scaler.update_scale(self.overflow)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), LOSS_SCALER: self.loss_scaler}
+
+    def load_state_dict(self, state_dict: dict[str, Any], load_optimizer_states: bool = True) -> None:
+        super().load_state_dict(state_dict, load_optimizer_states)
+        # Earlier checkpoints, of bf16 only, have none.
+        self.loss_scaler = state_dict.get(LOSS_SCALER, self.loss_scaler)
+
+
+def with_own_16_bit_optimizer() -> contextlib.AbstractContextManager[None]:
+    return replaced(deepspeed.runtime.engine, "FP16_UnfusedOptimizer", _Unsharded16BitOptimizer)
+
+
+def scale_loss(engine: Any) -> None:
+    optimizer = engine.optimizer
+    engine.torch_autocast_z0_gradscaler = SimpleNamespace(
+        scale=lambda loss: loss * optimizer.loss_scale,
+        unscale_=lambda optimizer: None,
+        step=lambda optimizer: optimizer.step(),
+        update=lambda: None,
+    )
+
+
+def update_scale_last(optimizer: Any) -> None:
+    step = optimizer.step
+
+    def step_at_one_scale(*args: Any, **kwargs: Any) -> None:
+        step(*args, **kwargs)
+        optimizer.loss_scaler.update_scale(optimizer.overflow)
+
+    optimizer._update_scale = lambda overflow: None
+    optimizer.step = step_at_one_scale
 
 
 def sum_norm_once(optimizer: Any) -> None:
@@ -199,6 +281,7 @@ class Patch(NamedTuple):
 _ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine."
 _PIPE = "deepspeed.runtime.pipe."
 _ZERO = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer."
+_ZERO_3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3."
 _LAYOUT = "tests/parity/test_layouts.py::test_layout_trains_as_one_process"
 _FURTHER = "tests/parity/test_layouts.py::test_further_layout_trains_as_one_process"
 
@@ -243,6 +326,29 @@ PATCHES = (
         "In fp32 without ZeRO, DeepSpeed reports no norm unless it clips, and counts other parameters on a "
         "pipeline. A second clip at the same maximum would shrink the gradients by another 1e-6 / maximum.",
         _LAYOUT + "[one zero0 accumulation=4 clip=0.05]",
+    ),
+    Patch(
+        with_own_16_bit_optimizer,
+        ("deepspeed.runtime.engine.FP16_UnfusedOptimizer",),
+        "Without ZeRO, DeepSpeed sums the norm of 16-bit gradients group by group, so that stages with other "
+        "groups wait for ever, and looks for the marks of parameters on gradients, which have none: tensor "
+        "ranks but the first count nothing, tied copies count twice. The norm that it reports is scaled, it "
+        "divides gradients by the scale of the next step, and it knows no hysteresis.",
+        _LAYOUT + "[tp2 zero0 fp16]",
+    ),
+    Patch(
+        scale_loss,
+        (_ENGINE + "backward", "DeepSpeedEngine.torch_autocast_z0_gradscaler"),
+        "DeepSpeed scales the loss for ZeRO's optimizers and torch's autocast only. Without ZeRO, gradients "
+        "of fp16 weights are divided by a scale that nothing has multiplied the loss by.",
+        _LAYOUT + "[pp2 zero0 accumulation=2 clip=0.05 fp16]",
+    ),
+    Patch(
+        update_scale_last,
+        (_ZERO + "_update_scale", _ZERO + "step", _ZERO_3 + "_update_scale", _ZERO_3 + "step"),
+        "ZeRO's optimizers change the loss scale before they divide by it: whenever it doubles, that step's "
+        "gradients, and at stage 3 the norm that is reported, are half as large as they should be.",
+        _FURTHER + "[dp2 zero3 fp16]",
     ),
     Patch(
         sum_norm_once,

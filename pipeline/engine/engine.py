@@ -19,7 +19,9 @@ from pipeline.engine.deepspeed_patches import (
     clip_fp32_before_update,
     count_nothing_as_zero,
     evaluating,
+    scale_loss,
     sum_norm_once,
+    update_scale_last,
 )
 from pipeline.engine.loss import Labels, token_loss, weighted_labels
 from pipeline.engine.optimizer import clip_global_norm
@@ -72,6 +74,10 @@ class TrainEngine(ABC):
         self._own_norm: Tensor | None = None
         if job.precision.compute == "fp32" and job.zero_stage == 0:
             clip_fp32_before_update(deepspeed, self._clip)
+        elif job.precision.compute == "fp16" and job.zero_stage == 0:
+            scale_loss(deepspeed)
+        elif job.precision.compute == "fp16":
+            update_scale_last(deepspeed.optimizer)
 
     @property
     def module(self) -> nn.Module:
@@ -154,8 +160,9 @@ class TrainEngine(ABC):
 
     def _clip(self) -> None:
         """Clip the gradients that DeepSpeed has reduced, and keep their norm."""
+        pairs = [(each, each.grad) for each in self.module.parameters() if each.grad is not None]
         group = self.deepspeed.mpu.get_model_parallel_group()
-        self._own_norm = clip_global_norm(self.module, group, self.job.gradient_clipping)
+        self._own_norm = clip_global_norm(pairs, group, self.job.gradient_clipping)
 
 
 class SequentialEngine(TrainEngine):

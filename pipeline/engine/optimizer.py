@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -47,22 +48,29 @@ def _keep_settings(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> d
     return saved | {"param_groups": [{**now, "params": then["params"]} for now, then in pairs]}
 
 
-def clip_global_norm(module: nn.Module, group: dist.ProcessGroup, maximum: float) -> Tensor:
+def clip_global_norm(
+    pairs: Sequence[tuple[nn.Parameter, Tensor]], group: dist.ProcessGroup, maximum: float
+) -> Tensor:
     """Scale gradients in place to a global norm of at most `maximum` (0: leave them); return the norm.
 
     Args:
-        module: Its parameters carry ``model_parallel``: whether this rank adds them to the sum.
+        pairs: This rank's parameters and their gradients. A parameter carries ``model_parallel``: whether
+            this rank adds it to the sum.
         group: All ranks that hold other parameters of the same replica (pipeline x tensor).
 
     Returns:
-        The norm before clipping, fp32, a scalar tensor, the same on every rank of the group.
+        The norm before clipping, fp32, a scalar tensor, the same on every rank of the group. It is not finite
+        where any gradient is not, whether or not it counts.
     """
-    gradients = [p.grad for p in module.parameters() if p.grad is not None]
-    counted = [p.grad for p in module.parameters() if p.grad is not None and p.model_parallel]
-    squares = [torch.linalg.vector_norm(g, dtype=torch.float32).square() for g in counted]
-    total = torch.stack(squares).sum() if squares else torch.zeros((), device=gradients[0].device)
+    # What does not count is taken 0 times, and not left out: 0 times infinity is not finite.
+    squares = [
+        torch.linalg.vector_norm(gradient, dtype=torch.float32).square() * parameter.model_parallel
+        for parameter, gradient in pairs
+    ]
+    total = torch.stack(squares).sum()
     dist.all_reduce(total, group=group)
     norm = total.sqrt()
     if maximum > 0.0:
+        gradients = [gradient for _, gradient in pairs]
         torch._foreach_mul_(gradients, (maximum / (norm + 1e-6)).clamp(max=1.0))
     return norm

@@ -124,19 +124,14 @@ def loss_scale(f: Facts) -> Iterable[Problem]:
             yield f.settings.note(key, "acts with a dynamic loss scale, and fp16.loss_scale is fixed")
 
 
-def bf16_zero0(f: Facts) -> Iterable[Problem]:
-    if f.compute == "bf16" and f.zero_stage == 0 and f.accumulation != "bf16":
-        rule = "must be bf16 at ZeRO stage 0 with bf16 weights: DeepSpeed cannot sum in fp32 there"
-        remedy = f"Use ZeRO stage 1, or accept the loss of bits with {ACCUMULATION} = bf16"
+def sums_at_zero0(f: Facts) -> Iterable[Problem]:
+    own = f.compute
+    if own == "fp16" and f.stages > 1:  # whatever the ZeRO stage: tied_gradients says so
+        return
+    if own != "fp32" and f.zero_stage == 0 and f.accumulation != own:
+        rule = f"must be {own} at ZeRO stage 0 with {own} weights: DeepSpeed cannot sum in fp32 there"
+        remedy = f"Use ZeRO stage 1, or accept the loss of bits with {ACCUMULATION} = {own}"
         yield f.settings.problem(ACCUMULATION, rule, remedy, f.accumulation)
-
-
-def fp16_zero0(f: Facts) -> Iterable[Problem]:
-    """DeepSpeed 0.19.8 divides gradients there by the loss scale, and nothing has multiplied the loss by it:
-    SGD takes steps that much shorter, and Adam's epsilon outweighs the gradients."""
-    if f.compute == "fp16" and f.zero_stage == 0:
-        rule = "needs ZeRO stage 1, 2 or 3: at stage 0 DeepSpeed leaves out the loss scale"
-        yield f.settings.problem("fp16.enabled", rule, f"Set {STAGE} to 1")
 
 
 def tied_gradients(f: Facts) -> Iterable[Problem]:

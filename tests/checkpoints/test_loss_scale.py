@@ -6,20 +6,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deepspeed.accelerator import get_accelerator
+import torch
+from deepspeed.checkpoint.constants import LOSS_SCALER
 
 from pipeline.checkpoints.load import load_checkpoint
 from pipeline.checkpoints.manifest import TrainState
+from pipeline.checkpoints.stored import MASTER, StoredState
+from pipeline.checkpoints.stored import Slice as StoredSlice
 from pipeline.engine.build import build_engine
-from pipeline.engine.engine import TrainEngine
+from pipeline.engine.engine import StepResult, TrainEngine
 from pipeline.job.job import Job
 from pipeline.parallel.context import Parallel
 from tests.checkpoints.saved_runs import find_checkpoint
 from tests.checkpoints.small import TIMEOUT, job, save_checkpoint, start, train
 from tests.harness import run_ranks
+from tests.parity.ranks import Slice, allow_fp16, slices
 
 FP16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}
 FIXED = {"enabled": True, "loss_scale": 64}
+# Its eps is not lost beside gradients that are left scaled.
+ADAM = {"type": "AdamW", "params": {"lr": 0.01, "eps": 1e-3}}
 OTHER = {
     "enabled": True,
     "initial_scale_power": 4,
@@ -28,17 +34,22 @@ OTHER = {
     "consecutive_hysteresis": True,
     "min_loss_scale": 16,
 }
-ZERO_1, ZERO_2, ZERO_3 = ({"zero_optimization": {"stage": stage}} for stage in (1, 2, 3))
-SUMS = {**ZERO_1, "data_types": {"grad_accum_dtype": "fp16"}}
-STAGES = {**SUMS, "pipeline": {"stages": 2}}
-DUALPIPEV = {**SUMS, "pipeline": {"stages": 2, "schedule": "dualpipev"}, "train_batch_size": 8}
+ZERO_0, ZERO_1, ZERO_2, ZERO_3 = ({"zero_optimization": {"stage": stage}} for stage in (0, 1, 2, 3))
+SLICES = {**ZERO_0, "tensor_parallel": {"autotp_size": 2}}
+STAGES, STAGES_1 = ({**zero, "pipeline": {"stages": 2}} for zero in (ZERO_0, ZERO_1))
+DUALPIPEV, DUALPIPEV_1 = (
+    {**zero, "pipeline": {"stages": 2, "schedule": "dualpipev"}, "train_batch_size": 8}
+    for zero in (ZERO_0, ZERO_1)
+)
+WITHOUT_ZERO = ((STAGES, STAGES), (ZERO_0, ZERO_1), (ZERO_1, ZERO_0), (STAGES, STAGES_1), (ZERO_3, DUALPIPEV))
 
 
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        *((same, same) for same in (ZERO_1, ZERO_2, ZERO_3, STAGES)),
-        *((ZERO_1, STAGES), (STAGES, ZERO_1), (ZERO_1, ZERO_3), (ZERO_3, DUALPIPEV)),
+        *((same, same) for same in (ZERO_0, ZERO_1, ZERO_2, ZERO_3, STAGES_1)),
+        *((ZERO_1, STAGES_1), (STAGES_1, ZERO_1), (ZERO_1, ZERO_3), (ZERO_3, DUALPIPEV_1)),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in WITHOUT_ZERO),
     ],
 )
 def test_its_state_continues_as_the_json_says(first: dict, second: dict, tmp_path: Path):
@@ -61,7 +72,7 @@ def test_its_state_continues_as_the_json_says(first: dict, second: dict, tmp_pat
 def scalers_around_changes(before: Job, same: Job, other: Job, fixed: Job) -> list[Any]:
     """The scaler at a save after three steps; then, of a fresh engine for each JSON, the scaler after the
     load and the scale after each of two more steps; and the same from a fixed scale back to a dynamic one."""
-    _allow_fp16()
+    allow_fp16()
     engine = start(before)
     for seed in (1, 2, 3):
         train(engine, seed)
@@ -75,13 +86,13 @@ def scalers_around_changes(before: Job, same: Job, other: Job, fixed: Job) -> li
     return [*scales, [_scaler(engine), *_scales(engine)]]
 
 
-@pytest.mark.parametrize("second", [ZERO_1, ZERO_3])
-def test_overflows_stay_counted(second: dict, tmp_path: Path):
+@pytest.mark.parametrize(("first", "second"), [(ZERO_1, ZERO_1), (ZERO_1, ZERO_3), (ZERO_0, ZERO_0)])
+def test_overflows_stay_counted(first: dict, second: dict, tmp_path: Path):
     shown = {"enabled": True, "initial_scale_power": 40, "hysteresis": 3}
     jobs = [
         job(tmp_path, ranks=1, device="cuda", **layout, fp16={**shown, **changes})
         for layout, changes in (
-            (ZERO_1, {}),
+            (first, {}),
             (second, {}),
             (second, {"hysteresis": 5, "min_loss_scale": 2**41}),
             (second, {"hysteresis": 1}),
@@ -94,22 +105,90 @@ def test_overflows_stay_counted(second: dict, tmp_path: Path):
 
 def counts_after_overflows(before: Job, *afters: Job) -> list[dict[str, Any]]:
     """At a save after two steps that were skipped, and resumed with each of the other jobs."""
-    _allow_fp16()
+    allow_fp16()
     engine = start(before)
     assert all(train(engine, seed).skipped for seed in (1, 2))
     save_checkpoint(engine, before, TrainState(step=2))
     return [_counts(engine), *(_counts(_resumed(after)) for after in afters)]
 
 
+@pytest.mark.parametrize("layout", [ZERO_0, STAGES, pytest.param(DUALPIPEV, marks=pytest.mark.slow)])
+def test_a_resumed_run_is_the_one_that_never_stopped(layout: dict, tmp_path: Path):
+    """To the bit: losses, norms and masters; the scale, which doubles at the first step after the save."""
+    same = job(tmp_path, device="cuda", **layout, fp16=FP16, optimizer=ADAM)
+    for unbroken, resumed in run_ranks(steps_after_a_save, 2, same, same):
+        assert [step[:2] for step in resumed[0]] == [step[:2] for step in unbroken[0]]
+        assert resumed[1] == unbroken[1] == [512.0, 1024.0]
+        assert resumed[2].keys() == unbroken[2].keys()
+        assert all(torch.equal(part.values, unbroken[2][name].values) for name, part in resumed[2].items())
+
+
+def steps_after_a_save(
+    before: Job, after: Job
+) -> list[tuple[list[StepResult], list[float], dict[str, Slice]]]:
+    """Two steps of the engine that saved, and of one that loaded: results, scales and masters."""
+    allow_fp16()
+    engine = start(before)
+    for seed in (1, 2, 3):
+        train(engine, seed)
+    save_checkpoint(engine, before, TrainState(step=3))
+    told = []
+    for going_on in (engine, _resumed(after)):
+        steps, scales = [], []
+        for seed in (4, 5):
+            steps.append(train(going_on, seed))
+            scales.append(going_on.deepspeed.optimizer.loss_scale)
+        told.append((steps, scales, slices(going_on)))
+    return told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(ZERO_0, ZERO_1), (ZERO_1, STAGES), (STAGES, DUALPIPEV_1), (DUALPIPEV_1, SLICES), (SLICES, ZERO_3)],
+)
+def test_masters_go_into_another_layout_as_they_are(first: dict, second: dict, tmp_path: Path):
+    jobs = [job(tmp_path, device="cuda", **layout, fp16=FP16, optimizer=ADAM) for layout in (first, second)]
+    assert run_ranks(masters_that_differ, 2, *jobs) == [[], []]
+
+
+def masters_that_differ(before: Job, after: Job) -> list[str]:
+    """Those, of a loaded engine, that are not what the checkpoint says."""
+    allow_fp16()
+    engine = start(before)
+    for seed in (1, 2, 3):
+        train(engine, seed)
+    stored = StoredState(save_checkpoint(engine, before, TrainState(step=3)))
+    engine = _resumed(after)
+    tensor = (engine.parallel.mesh.tensor, engine.parallel.coordinates.tensor)
+    differing = []
+    for name, part in slices(engine).items():
+        cut = (None, 1, 0) if part.dim is None else (part.dim, *tensor)
+        right = stored.read(name, MASTER, StoredSlice(*cut, 0, part.values.numel()))
+        if not torch.equal(part.values.flatten(), right):
+            differing.append(name)
+    return differing
+
+
+def test_a_checkpoint_of_bf16_without_a_scaler_is_read(tmp_path: Path):
+    """As those saved before there was one without ZeRO."""
+    sums = {"data_types": {"grad_accum_dtype": "bf16"}}
+    assert run_ranks(
+        scale_after_earlier_state, 1, job(tmp_path, ranks=1, bf16={"enabled": True}, **sums)
+    ) == [1.0]
+
+
+def scale_after_earlier_state(job: Job) -> float:
+    optimizer = start(job).deepspeed.optimizer
+    state = optimizer.state_dict()
+    del state[LOSS_SCALER]
+    optimizer.load_state_dict(state)
+    return optimizer.loss_scale
+
+
 def _counts(engine: TrainEngine) -> dict[str, Any]:
     kept = {key: _scaler(engine)[key] for key in ("cur_scale", "last_overflow_iter", "cur_hysteresis")}
     return {**kept, "skipped": engine.deepspeed.skipped_steps}
-
-
-def _allow_fp16() -> None:
-    """DeepSpeed keeps CPUs from what they can do slowly."""
-    kind = type(get_accelerator())
-    kind.is_fp16_supported = lambda _: True
 
 
 def _resumed(job: Job) -> TrainEngine:

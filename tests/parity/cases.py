@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline.job.job import Job
 from pipeline.job.options import Options
@@ -65,6 +65,30 @@ _OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+class Scaling(NamedTuple):
+    """How fp16 scales, and what overflows.
+
+    Attributes:
+        block: Further keys of the JSON's ``fp16`` block.
+        overflows: Steps in which one rank's gradient of one weight is infinite, whatever the scale.
+    """
+
+    block: Mapping[str, Any]
+    overflows: tuple[int, ...] = ()
+
+
+SCALINGS = {
+    # Halved by step 1, doubled by step 3, the last one.
+    "halved": Scaling({"initial_scale_power": 10, "loss_scale_window": 1, "hysteresis": 1}, (1,)),
+    # Two overflows, but not in a row.
+    "kept": Scaling({"initial_scale_power": 10, "hysteresis": 2, "consecutive_hysteresis": True}, (1, 3)),
+    "fixed": Scaling({"loss_scale": 1000}, (1,)),
+    # Too large for steps 0 and 1, the second of which halves it. In step 0 the largest gradient is
+    # 0.3 * 2^18 = 84,000 with half of it, and fp16 ends at 65,504. Replicas would sum to more.
+    "too large": Scaling({"initial_scale_power": 19, "loss_scale_window": 1, "hysteresis": 2}),
+}
+
+
 @dataclass(frozen=True)
 class Case:
     """One layout and everything else that decides the numbers.
@@ -81,7 +105,8 @@ class Case:
         optimizer: SGD, momentum (SGD with 0.9) or AdamW.
         recompute: Activation checkpointing.
         schedule, partition: Of the pipeline.
-        precision: fp32 or bf16; `accumulate` is the format of the gradient sum.
+        precision: fp32, bf16 or fp16; `accumulate` is the format of the gradient sum.
+        scaling: Name in `SCALINGS`; of fp16.
     """
 
     model: str = "gpt"
@@ -102,6 +127,7 @@ class Case:
     partition: str | tuple[int, ...] = "parameters"
     precision: str = "fp32"
     accumulate: str = "fp32"
+    scaling: str = "halved"
 
     @property
     def world_size(self) -> int:
@@ -122,7 +148,17 @@ class Case:
         layout = "-".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one"
         parts = [layout, f"zero{self.zero}"]
         parts += [f"{key}={_word(value)}" for key, value in self.zero_options.items()]
-        for name in ("accumulation", "model", "clip", "optimizer", "recompute", "schedule", "partition"):
+        names = (
+            "accumulation",
+            "model",
+            "clip",
+            "optimizer",
+            "recompute",
+            "schedule",
+            "partition",
+            "scaling",
+        )
+        for name in names:
             value = getattr(self, name)
             if value != getattr(Case, name):
                 parts.append(f"{name}={_word(value)}")
@@ -155,6 +191,11 @@ class Case:
             "optimizer": {"type": _OPTIMIZERS[self.optimizer][0], "params": params},
             "zero_optimization": {**zero, **self.zero_options},
             "bf16": {"enabled": self.precision == "bf16"},
+            **(
+                {"fp16": {"enabled": True, **SCALINGS[self.scaling].block}}
+                if self.precision == "fp16"
+                else {}
+            ),
             "data_types": {"grad_accum_dtype": self.accumulate},
             "pipeline": layout,
             "tensor_parallel": {"autotp_size": self.tensor},
@@ -179,7 +220,9 @@ class Case:
             output_dir=str(folder / "run"),
             seed=SEED,
         )
-        return resolve(options, World((Host("localhost", self.world_size),), "cpu"))
+        # A job in fp16 is refused on CPUs, because DeepSpeed refuses it there.
+        device = "cuda" if self.precision == "fp16" else "cpu"
+        return resolve(options, World((Host("localhost", self.world_size),), device))
 
 
 def _word(value: object) -> str:

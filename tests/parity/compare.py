@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +16,16 @@ from pipeline.parallel.context import Parallel
 from pipeline.parallel.dropout import DropoutClock
 from pipeline.parallel.parameters import ParameterFactory
 from tests.parity.batches import global_batches
-from tests.parity.cases import SEED, STEPS, Case
+from tests.parity.cases import SCALINGS, SEED, STEPS, Case
 from tests.parity.ranks import LOGITS_AT, PARTIAL, RankRun, Slice
-from tests.reference import ReferenceRun, token_loss, train_reference
+from tests.reference import (
+    LossScale,
+    MixedRun,
+    ReferenceRun,
+    token_loss,
+    train_mixed_reference,
+    train_reference,
+)
 
 
 class Tolerance(NamedTuple):
@@ -28,9 +36,11 @@ class Tolerance(NamedTuple):
 
 
 # bf16 keeps 8 bits: each activation and its gradient are rounded by up to 2^-9 = 0.2 %.
-TOLERANCE = {"fp32": Tolerance(1e-5, 1e-5), "bf16": Tolerance(1e-2, 6e-2)}
+# fp16 keeps 11, and its oracle rounds, too: what differs is where.
+TOLERANCE = {"fp32": Tolerance(1e-5, 1e-5), "bf16": Tolerance(1e-2, 6e-2), "fp16": Tolerance(1e-3, 5e-3)}
 # Relative spacing of numbers: what storing a weight may change it by.
 SPACING = {"fp32": 2.0**-23, "bf16": 2.0**-7}
+FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Difference(NamedTuple):
@@ -77,7 +87,9 @@ class Oracle(NamedTuple):
 
 def oracle(case: Case) -> Oracle:
     """The reference of `case`; layouts of the same numbers share it."""
-    numbers = ("model", "batch", "clip", "learning_rate", "optimizer", "weight_decay")
+    numbers = ["model", "batch", "clip", "learning_rate", "optimizer", "weight_decay"]
+    if case.precision == "fp16":  # bf16 has the fp32 oracle
+        numbers += ["precision", "scaling"]
     return _oracle(replace(Case(), **{name: getattr(case, name) for name in numbers}))
 
 
@@ -86,7 +98,11 @@ def _oracle(case: Case) -> Oracle:
     model = OracleGPT(case)
     initial = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     batches = global_batches(case.batch)
-    run = train_reference(
+    train: Callable[..., ReferenceRun] = train_reference
+    if case.precision == "fp16":
+        block, overflows = SCALINGS[case.scaling]
+        train = partial(train_mixed_reference, scale=_loss_scale(block), overflows=overflows)
+    run = train(
         lambda: model,
         *batches,
         learning_rate=case.learning_rate,
@@ -95,6 +111,18 @@ def _oracle(case: Case) -> Oracle:
         optimizer=None if case.optimizer == "SGD" else partial(_torch_optimizer, case),
     )
     return Oracle(run, initial, model)
+
+
+def _loss_scale(block: Mapping[str, Any]) -> LossScale:
+    """What the keys of an fp16 block mean, with the defaults of ds_configs/README.md."""
+    if "loss_scale" in block:
+        return LossScale(block["loss_scale"])
+    return LossScale(
+        2.0 ** block["initial_scale_power"],
+        block.get("loss_scale_window", 1000),
+        block["hysteresis"],
+        block.get("consecutive_hysteresis", False),
+    )
 
 
 def _torch_optimizer(case: Case, named: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
@@ -138,18 +166,18 @@ def differences(case: Case, runs: list[RankRun]) -> list[Difference]:
     ``spacing * |w| / lr``. Adam's update does not show the gradient.
     """
     truth, tolerance = oracle(case), TOLERANCE[case.precision]
-    # Under ZeRO the weights that are compared are the fp32 master copies.
-    spacing = SPACING["fp32" if case.zero else case.precision]
+    # But where bf16 has none that are whole, the weights that are compared are the fp32 masters.
+    spacing = SPACING["bf16" if case.precision == "bf16" and not case.zero else "fp32"]
     found = [difference for run in runs for difference in _scalars(case, run, truth, tolerance)]
     initial, first, last = (assemble(runs, moment) for moment in range(3))
     if initial.keys() != truth.initial.keys():
         return [Difference(f"names {sorted(initial.keys() ^ truth.initial.keys())}", math.inf, 0.0)]
     clip = min(1.0, case.clip / (truth.run.grad_norms[0] + 1e-6)) if case.clip else 1.0
     for name, weight in truth.initial.items():
-        start = weight if case.precision == "fp32" else weight.bfloat16().float()
+        start = weight.to(FORMATS[case.precision]).float()
         if not torch.equal(initial[name], start):
             found.append(Difference(f"initial {name}", _relative(initial[name], start), 0.0))
-        if case.optimizer != "AdamW":
+        if case.optimizer != "AdamW" and math.isfinite(truth.run.grad_norms[0]):
             gradient = truth.run.gradients[name] * clip
             rounding = spacing * weight.norm().item() / case.learning_rate
             allowed = tolerance.other + rounding / gradient.norm().item()
@@ -169,13 +197,20 @@ def _scalars(case: Case, run: RankRun, truth: Oracle, tolerance: Tolerance) -> l
         ("losses by step, then evaluated", losses, [*truth.run.losses, *expected_eval], tolerance.loss),
         ("norms by step", [step.grad_norm for step in run.steps], truth.run.grad_norms, tolerance.other),
     ]
-    found = []
+    found = _scaling(run, truth.run) if isinstance(truth.run, MixedRun) else []
     for what, values, expected, allowed in pairs:
         for index, (value, right) in enumerate(zip(values, expected, strict=True)):
             found += _beyond(f"{what}, {index}", torch.tensor(value), torch.tensor(right), allowed)
     for position, logits, right in zip(LOGITS_AT, run.logits, truth.logits(case), strict=True):
         found += _beyond(f"logits at {position}", logits, right, tolerance.other)
     return [Difference(f"rank {tuple(run.coordinates)}: {d.what}", d.size, d.allowed) for d in found]
+
+
+def _scaling(run: RankRun, truth: MixedRun) -> list[Difference]:
+    """Which steps are left out, and the loss scale after each."""
+    here = {"skipped": tuple(step.skipped for step in run.steps), "scales": tuple(run.scales)}
+    right = {"skipped": truth.skipped, "scales": truth.scales}
+    return [] if here == right else [Difference(f"{here}, not {right}", math.inf, 0.0)]
 
 
 def _beyond(what: str, value: Tensor, expected: Tensor, allowed: float) -> list[Difference]:
@@ -185,6 +220,8 @@ def _beyond(what: str, value: Tensor, expected: Tensor, allowed: float) -> list[
 
 
 def _relative(value: Tensor, expected: Tensor) -> float:
+    if torch.equal(value, expected):  # both infinite, where a step is skipped
+        return 0.0
     return ((value - expected).norm() / expected.norm()).item()
 
 

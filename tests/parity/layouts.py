@@ -16,6 +16,8 @@ ALL_ON_CPU = {"offload_optimizer": CPU, "offload_param": CPU}
 # The norms are between 1 and 3, so that every step is clipped. The rate makes up for it.
 CLIP = {"clip": 0.05, "learning_rate": 10.0}
 
+FP16 = {"precision": "fp16", "accumulate": "fp16"}
+
 # Pipeline, data, sequence and tensor parallelism in one job.
 FOUR_AXES = Case(
     pipeline=2, data=2, sequence=2, tensor=2, zero=1, accumulation=4, model="five layers", **CLIP
@@ -40,6 +42,9 @@ FAST = (
     Case(sequence=2, tensor=2, zero=1, model="qk norm", recompute="selective", **CLIP),
     Case(pipeline=2, tensor=2, zero=1, accumulation=2, **CLIP),
     Case(data=2, zero=2, model="dropout", accumulation=2),
+    # fp16
+    Case(tensor=2, **FP16),
+    Case(pipeline=2, accumulation=2, **FP16, **CLIP),
 )
 
 _AXES = (
@@ -145,8 +150,37 @@ _BF16 = tuple(
         # a last stage with nothing but the tied weight
         Case(pipeline=2, zero=1, accumulation=2, partition=(6, 1), **CLIP),
         Case(data=2, zero=0, accumulate="bf16", **CLIP),
+        Case(tensor=2, zero=0, accumulate="bf16", **CLIP),
         Case(pipeline=2, zero=0, accumulation=2, accumulate="bf16", **CLIP),
         Case(data=2, zero=2, zero_options=OPTIMIZER_ON_CPU),
+    )
+)
+
+_FP16 = tuple(
+    replace(case, **FP16)
+    for case in (
+        Case(accumulation=4, **CLIP),
+        Case(scaling="fixed"),
+        Case(scaling="too large"),
+        Case(scaling="kept"),
+        Case(data=2, **CLIP),
+        Case(data=2, scaling="fixed", recompute="full"),
+        Case(data=2, **ADAM),
+        Case(tensor=2, model="qk norm", **CLIP),
+        Case(sequence=2, model="llama", **CLIP),
+        Case(pipeline=2, accumulation=2, scaling="too large"),
+        Case(pipeline=2, accumulation=4, scaling="kept", schedule="dualpipev"),
+        # a first stage of one matrix, no norm and no bias; a last one with nothing but the tied weight
+        Case(pipeline=2, tensor=2, accumulation=2, partition=(2, 5), model="llama", **CLIP),
+        Case(pipeline=2, accumulation=2, partition=(6, 1), scaling="too large", **CLIP),
+        Case(pipeline=2, data=3, batch=12, accumulation=2, model="five layers"),
+        replace(FOUR_AXES, zero=0),
+        replace(FOUR_AXES, zero=0, schedule="dualpipev"),
+        *(Case(data=2, zero=stage) for stage in (1, 2, 3)),
+        Case(data=2, zero=1, scaling="fixed", accumulation=2, **CLIP),
+        Case(sequence=2, tensor=2, zero=3, model="qk norm", **CLIP),
+        Case(pipeline=2, tensor=2, zero=1, accumulation=2, **CLIP),
+        Case(pipeline=2, zero=1, accumulation=4, schedule="dualpipev"),
     )
 )
 
@@ -179,4 +213,4 @@ _DROPOUT = tuple(
     )
 )
 
-SLOW = (*_AXES, *_ZERO, *_MIXED, *_DUALPIPEV, *_ADAM, *_BF16, *_RECOMPUTE, *_DROPOUT)
+SLOW = (*_AXES, *_ZERO, *_MIXED, *_DUALPIPEV, *_ADAM, *_BF16, *_FP16, *_RECOMPUTE, *_DROPOUT)

@@ -6,16 +6,19 @@ process, and the patch with it, ends after the case.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import Tensor, nn
 
 from pipeline.data.loader import MicroBatch
-from pipeline.engine import build, engine
+from pipeline.engine import build, deepspeed_patches, engine, optimizer
 from pipeline.model.modules import RMSNorm
 from pipeline.parallel import collectives, tensor, ulysses
 from pipeline.parallel.context import Group, Parallel
@@ -237,6 +240,42 @@ def clipped_twice(calls: Calls) -> None:
         return norm
 
     engine.clip_global_norm = twice
+
+
+def loss_is_not_scaled(calls: Calls) -> None:
+    """DeepSpeed's own: gradients are divided by a scale that is not in them."""
+    engine.scale_loss = lambda _: calls()
+
+
+def deepspeeds_own_16_bit_optimizer(calls: Calls) -> None:
+    def nothing() -> contextlib.AbstractContextManager[None]:
+        calls()
+        return contextlib.nullcontext()
+
+    build.with_own_16_bit_optimizer = nothing
+
+
+def scale_changes_before_gradients_are_divided_by_it(calls: Calls) -> None:
+    """DeepSpeed's own order."""
+    engine.update_scale_last = lambda _: calls()
+
+
+def scale_never_changes(calls: Calls) -> None:
+    DynamicLossScaler.update_scale = lambda self, overflow: calls()
+
+
+def norm_is_not_summed_over_stages_and_slices(calls: Calls) -> None:
+    optimizer.dist = SimpleNamespace(all_reduce=lambda total, group: calls())
+
+
+def gradients_that_do_not_count_may_overflow(calls: Calls) -> None:
+    original = optimizer.clip_global_norm
+
+    def clip(pairs: Sequence[tuple[nn.Parameter, Tensor]], *args: Any) -> Tensor:
+        calls()
+        return original([pair for pair in pairs if pair[0].model_parallel], *args)
+
+    deepspeed_patches.clip_global_norm = clip
 
 
 def dropout_ignores_the_micro_batch(calls: Calls) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from contextlib import nullcontext
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import chain
 from typing import NamedTuple
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
@@ -22,7 +26,7 @@ from pipeline.parallel.context import Parallel
 from pipeline.parallel.mesh import Coordinates
 from pipeline.parallel.parameters import slicing_of
 from tests.parity.batches import global_batches, micro_batches
-from tests.parity.cases import STEPS, Case
+from tests.parity.cases import SCALINGS, STEPS, Case
 
 TIMEOUT = timedelta(seconds=60)
 LOGITS_AT = (0, 5, 13)
@@ -48,6 +52,7 @@ class RankRun:
         copies: Digest of the weights that the next forward pass would use, by name.
         eval_losses: After training: of the last batch, and of the first micro-batch of batch `PARTIAL` alone.
         logits: At each of `LOGITS_AT`, after training.
+        scales: fp16's loss scale after each step.
         calls: How often the mutation, if there is one, was executed.
     """
 
@@ -57,6 +62,7 @@ class RankRun:
     copies: dict[str, str] = field(default_factory=dict)
     eval_losses: list[float] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
     calls: int = 0
 
 
@@ -79,12 +85,19 @@ def train_rank(case: Case, job: Job, mutate: Mutation | None = None) -> RankRun:
     if mutate is not None:
         mutate(calls)
     start_distributed("cpu", 0, TIMEOUT)
+    if fp16 := case.precision == "fp16":
+        allow_fp16()
+    injected = SCALINGS[case.scaling].overflows if fp16 else ()
     parallel = Parallel.create(job.mesh, TIMEOUT)
     engine = build_engine(job, parallel)
     run = RankRun(parallel.coordinates, weights=[slices(engine)])
     for step in range(STEPS):
         share = micro_batches(case, step, parallel.coordinates.data)
-        run.steps.append(engine.train_step(share, _num_tokens(case, step)))
+        overflows = parallel.rank == case.world_size - 1 and step in injected
+        with _overflow(engine) if overflows else nullcontext():
+            run.steps.append(engine.train_step(share, _num_tokens(case, step)))
+        if fp16:
+            run.scales.append(engine.deepspeed.optimizer.loss_scale)
         if step in (0, STEPS - 1):
             run.weights.append(slices(engine))
     run.copies = _copies(engine)
@@ -96,6 +109,21 @@ def train_rank(case: Case, job: Job, mutate: Mutation | None = None) -> RankRun:
     run.logits = _logits(engine, case)
     run.calls = calls.count
     return run
+
+
+def allow_fp16() -> None:
+    """DeepSpeed keeps CPUs from what they can do slowly."""
+    type(get_accelerator()).is_fp16_supported = lambda _: True
+
+
+@contextmanager
+def _overflow(engine: TrainEngine) -> Iterator[None]:
+    """The gradient is infinite of one weight that all tensor peers of this rank hold, on this rank alone."""
+    slicings = ((each, slicing_of(each)) for each in engine.module.parameters())
+    norm = next(each for each, (shape, dim) in slicings if len(shape) == 1 and dim is None)
+    handle = norm.register_hook(lambda gradient: gradient * math.inf)
+    yield
+    handle.remove()
 
 
 def _num_tokens(case: Case, step: int, rows: int | None = None) -> int:
@@ -114,12 +142,21 @@ def slices(engine: TrainEngine) -> dict[str, Slice]:
 
 def _slice(engine: TrainEngine, parameter: nn.Parameter) -> Slice:
     plain = engine.job.zero_stage == 0
-    values = parameter.detach() if plain else safe_get_full_fp32_param(parameter).detach()
+    values = master_of(engine, parameter) if plain else safe_get_full_fp32_param(parameter).detach()
     slicing = slicing_of(parameter)
     shape = list(slicing.full_shape)
     if slicing.dim is not None:
         shape[slicing.dim] //= engine.parallel.mesh.tensor
     return Slice(slicing.full_shape, slicing.dim, values.float().reshape(shape).clone())
+
+
+def master_of(engine: TrainEngine, parameter: nn.Parameter) -> Tensor:
+    """Without ZeRO: the fp32 master of a 16-bit weight, where it is one tensor; else the weight."""
+    optimizer = engine.deepspeed.optimizer
+    if isinstance(optimizer, FP16_UnfusedOptimizer):
+        pairs = zip(chain(*optimizer.fp16_groups), chain(*optimizer.fp32_groups), strict=True)
+        return next(master for weight, master in pairs if weight is parameter).detach()
+    return parameter.detach()
 
 
 def _copies(engine: TrainEngine) -> dict[str, str]:

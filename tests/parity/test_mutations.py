@@ -10,7 +10,7 @@ from tests.harness import run_ranks
 from tests.parity import mutations
 from tests.parity.cases import Case
 from tests.parity.compare import differences, replica_differences
-from tests.parity.layouts import CLIP, FAST, SLOW
+from tests.parity.layouts import CLIP, FAST, FP16, SLOW
 from tests.parity.ranks import Mutation, train_rank
 
 TENSOR = Case(tensor=2)
@@ -30,8 +30,10 @@ FAST_MUTATIONS = (
     (mutations.tied_gradient_stays_on_its_stage, PIPELINE),
     (mutations.gradients_are_not_averaged, Case(data=2)),
     (mutations.mean_of_rank_means, Case(data=2)),
+    (mutations.loss_is_not_scaled, Case(tensor=2, **FP16)),
 )
 
+_FP16_PIPELINE = Case(pipeline=2, accumulation=2, **FP16, **CLIP)
 _QK_NORM = Case(tensor=2, zero=3, model="qk norm", **CLIP)
 SLOW_MUTATIONS = (
     (mutations.no_gradient_sum_before_output_layer, TENSOR),
@@ -62,6 +64,22 @@ SLOW_MUTATIONS = (
     (mutations.every_copy_counts_in_the_norm, Case(pipeline=2, tensor=2, zero=1, accumulation=2, **CLIP)),
     (mutations.gradients_are_not_averaged, SEQUENCE),
     (mutations.clipped_twice, Case(accumulation=4, clip=0.002, learning_rate=250.0)),
+    (mutations.loss_is_not_scaled, _FP16_PIPELINE),
+    (
+        mutations.loss_is_not_scaled,
+        Case(pipeline=2, accumulation=4, scaling="kept", schedule="dualpipev", **FP16),
+    ),
+    (mutations.deepspeeds_own_16_bit_optimizer, Case(tensor=2, precision="bf16", accumulate="bf16", **CLIP)),
+    (mutations.deepspeeds_own_16_bit_optimizer, Case(scaling="kept", **FP16)),
+    (mutations.deepspeeds_own_16_bit_optimizer, _FP16_PIPELINE),
+    *(
+        (mutations.scale_changes_before_gradients_are_divided_by_it, Case(data=2, zero=stage, **FP16))
+        for stage in (1, 2, 3)
+    ),
+    (mutations.scale_never_changes, Case(tensor=2, **FP16)),
+    (mutations.norm_is_not_summed_over_stages_and_slices, Case(tensor=2, **FP16)),
+    (mutations.norm_is_not_summed_over_stages_and_slices, _FP16_PIPELINE),
+    (mutations.gradients_that_do_not_count_may_overflow, Case(tensor=2, **FP16)),
     (mutations.dropout_ignores_the_micro_batch, Case(model="dropout", accumulation=4)),
 )
 
