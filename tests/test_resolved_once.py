@@ -15,7 +15,7 @@ READERS = frozenset(
     {
         *("Options", "CheckOptions", "parse_options", "from_run_file", "config_path", "read_json"),
         *("resolve", "examine", "identity", "load_model", "model_of", "model_folder", "initial_weights"),
-        *("training_sources", "validation_sets", "data_paths"),
+        *("training_sources", "validation_sets"),
         *(
             "choose_tokenizer",
             "chosen_tokenizer",

@@ -12,7 +12,6 @@ folder, as those of ``--data`` do.
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -93,15 +92,6 @@ def path_problems(key: str, sources: Iterable[SourceSpec]) -> Iterator[Problem]:
     """
     for source in sources:
         yield from (replace(problem, key=key) for problem in data_problems(source.paths))
-
-
-def data_paths(options: Options) -> tuple[str, ...]:
-    """Paths of all that is trained on or evaluated, as far as its description is right."""
-    paths: list[str] = []
-    for find in (training_sources, validation_sets):
-        with contextlib.suppress(JobError):  # a rule of its own reports it
-            paths += [path for source in find(options) for path in source.paths]
-    return tuple(paths)
 
 
 def _weighted(entry: str) -> tuple[str, Fraction] | None:

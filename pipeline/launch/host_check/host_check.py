@@ -22,12 +22,9 @@ from pipeline.cluster.devices import BF16_CAPABILITY
 from pipeline.cluster.forwarded_environment import deepspeed_env, forwarded
 from pipeline.cluster.launcher_options import LauncherOptions
 from pipeline.data.inputs import is_remote
-from pipeline.job.data_sources import data_paths
-from pipeline.job.options import Options
-from pipeline.job.resolve import PROJECT, config_path
+from pipeline.job.resolve import PROJECT, Draft, config_path
 from pipeline.job.world import LOOPBACK, Host, World, is_this_machine
 from pipeline.launch.host_check.ask import (
-    ANSWER_SECONDS,
     Answers,
     Question,
     Way,
@@ -116,23 +113,20 @@ class HostCheck:
 
 
 def ask_job_hosts(
-    world: World,
-    launcher: LauncherOptions,
-    options: Options,
-    environ: Mapping[str, str] = os.environ,
-    seconds: float = ANSWER_SECONDS,
+    draft: Draft, launcher: LauncherOptions, environ: Mapping[str, str] = os.environ
 ) -> HostCheck:
-    """Ask every host of `world` what it is like, in parallel; never asks the user anything.
+    """Ask every host of a job what it is like, in parallel; never asks the user anything.
 
     Args:
+        draft: The job as far as it could be understood, its world included.
         environ: Of the launch; DS_ACCELERATOR decides, as it does in ranks.
-        seconds: After which a host that has not answered is given up.
     """
+    world = draft.world
     files, _ = deepspeed_env(Path.home(), Path.cwd(), environ)
     exported = dict(forwarded({} if world.is_local else environ, files))
     launch, problems = _launch(world, launcher)
-    question = replace(ask_about(world, launcher, options, exported), launch=launch)
-    answers = ask_hosts(world.hosts, question, way_to(world, launcher), seconds)
+    question = replace(_question(draft, launcher, exported), launch=launch)
+    answers = ask_hosts(world.hosts, question, way_to(world, launcher))
     if (failure := answers.here.failure) is not None:
         remedy = failure.remedy.format(host="this machine")
         problems.append(Problem("hosts", "this machine", failure.rule, remedy))
@@ -140,7 +134,7 @@ def ask_job_hosts(
     survey = Survey(
         answers,
         found.device,
-        cache_bytes=int(options.cache_size * 1e9) if len(question.folders) > 1 else 0,
+        cache_bytes=int(draft.options.cache_size * 1e9) if len(question.folders) > 1 else 0,
         world_size=world.size,
         launch=launch,
         interface=exported.get("GLOO_SOCKET_IFNAME"),
@@ -149,17 +143,16 @@ def ask_job_hosts(
     return HostCheck(found, survey, mine, exported)
 
 
-def ask_about(
-    world: World, launcher: LauncherOptions, options: Options, exported: Mapping[str, str]
-) -> Question:
+def _question(draft: Draft, launcher: LauncherOptions, exported: Mapping[str, str]) -> Question:
     """What to ask the hosts for this job."""
+    world, options = draft.world, draft.options
     described = [
         str(config_path(options.deepspeed_config)),
         options.model,
         options.data_blend,
         options.config,
     ]
-    paths = data_paths(options)
+    paths = [path for sources in draft.sources.values() for source in sources for path in source.paths]
     local = [path for path in paths if not is_remote(path) and not path.startswith("hub:")]
     output = options.output_dir or "runs"
     folders = [output]

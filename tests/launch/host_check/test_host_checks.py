@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipeline.base.words import few, size
-from pipeline.job.world import World
-from pipeline.launch.host_check.ask import Answers, HostReport
+from pipeline.cluster.launcher_options import LauncherOptions
+from pipeline.job.options import Options
+from pipeline.job.resolve import examine
+from pipeline.job.world import Host, World
+from pipeline.launch.host_check import host_check
+from pipeline.launch.host_check.ask import Answers, HostReport, Question
 from pipeline.launch.host_check.host_check import (
     CHECKS,
     HostCheck,
@@ -262,3 +268,23 @@ def test_the_table_groups_hosts_by_value() -> None:
 def test_words() -> None:
     assert few(f"h{number}" for number in range(7)) == "h0, h1, h2, h3, h4 and 2 more"
     assert (size(999), size(1000), size(5 * 2**40)) == ("999 B", "0.977 KiB", "5 TiB")
+
+
+def test_what_was_read_of_the_job_is_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A blend file is read once, for the job: hosts are asked for its data, though it is gone by then."""
+    text, blend = tmp_path / "text.txt", tmp_path / "blend.json"
+    text.write_text("a word")
+    sources = [{"data": [str(text), "hub:somebody/words"], "weight": 1.0}]
+    blend.write_text(json.dumps({"sources": sources}))
+    world = World((Host("localhost", 1),), "cpu")
+    options = Options(
+        data_blend=str(blend), validation=(f"own={tmp_path}",), output_dir=str(tmp_path / "run")
+    )
+    draft = examine(options, world)
+    blend.unlink()
+    asked: list[Question] = []
+    healthy = survey(report(1)).answers
+    monkeypatch.setattr(host_check, "ask_hosts", lambda _, question, __: asked.append(question) or healthy)
+    host_check.ask_job_hosts(draft, LauncherOptions())
+    assert asked[0].data == (str(text), str(tmp_path))
+    assert asked[0].folders == (str(tmp_path / "run"), str(tmp_path / "run/data/remote"))
