@@ -66,9 +66,10 @@ def check_training(
     assert [process for name in hosts.all_names for process in hosts.inside(name, SCRIPT)] == []
 
 
-# torchrun is also started by the README's own commands.
+# torchrun is also started by the README's own commands, mpirun over two hosts below.
 @pytest.mark.parametrize(
-    "launcher", [pytest.param("torchrun", marks=pytest.mark.repeats), "accelerate", "mpirun"]
+    "launcher",
+    ["accelerate", *(pytest.param(each, marks=pytest.mark.repeats) for each in ("torchrun", "mpirun"))],
 )
 def test_on_one_host(hosts: Hosts, workshop: Workshop, losses: list[float], launcher: str) -> None:
     if launcher == "mpirun":
@@ -99,7 +100,8 @@ def launch(hosts: Hosts, launcher: str) -> list[str]:
     return [*LAUNCH, "--hostfile", str(hosts.write_hostfile(1)), "--launcher", launcher]
 
 
-@pytest.mark.parametrize("launcher", ["openmpi", "mpich"])
+# MPICH's own command trains above; launched, it starts ranks in launch/host_check/test_broken_hosts.py.
+@pytest.mark.parametrize("launcher", ["openmpi", pytest.param("mpich", marks=pytest.mark.repeats)])
 def test_launch_through_mpi(hosts: Hosts, workshop: Workshop, losses: list[float], launcher: str) -> None:
     environment = launcher_environment(hosts, launcher)
     check_training(hosts, "h0", launch(hosts, launcher), workshop, losses, environment)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import pytest
 from tests.end_to_end.host_jobs import LAUNCH, SCRIPT, assert_nothing_runs, finish, ranks
 from tests.end_to_end.jobs import PROJECT, Workshop
 from tests.harness import run_job
-from tests.hosts import HostProcess, Hosts
+from tests.hosts import Hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.multihost, pytest.mark.timeout(600)]
 
@@ -37,14 +35,14 @@ def curve(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return losses(workshop.steps("run"))
 
 
-def test_two_hosts_then_one_then_two_again(hosts: Hosts, curve: list[float]) -> None:
+def test_one_host_then_two_without_the_launch(hosts: Hosts, curve: list[float]) -> None:
+    """Two hosts, then one, then both are below."""
     workshop = Workshop(hosts.folder)
     two, one = hosts.write_hostfile(2), hosts.write_hostfile(2, ["h2"], "one_host")
     legs = [
         # (start, layout of that many ranks, steps at its end)
-        ([*LAUNCH, "--hostfile", two], {**TWO_STAGES, "zero_optimization": {"stage": 1}}, 2),
-        ([*LAUNCH, "--hostfile", one], {"zero_optimization": {"stage": 2}}, 4),
-        (["deepspeed", "--hostfile", two, SCRIPT], {**TWO_STAGES, "tensor_parallel": {"autotp_size": 2}}, 6),
+        ([*LAUNCH, "--hostfile", one], {"zero_optimization": {"stage": 2}}, 2),
+        (["deepspeed", "--hostfile", two, SCRIPT], {**TWO_STAGES, "tensor_parallel": {"autotp_size": 2}}, 4),
     ]
     for start, layout, steps in legs:
         config = workshop.config(f"to_{steps}", **layout)
@@ -52,13 +50,13 @@ def test_two_hosts_then_one_then_two_again(hosts: Hosts, curve: list[float]) -> 
         output = finish(hosts, hosts.start("h0", [*start, *arguments], cwd=PROJECT), JOB_SECONDS)
         assert ("resumed from" in output) == (steps > 2)
         assert_nothing_runs(hosts)
-    assert losses(workshop.steps("run")) == pytest.approx(curve[:6], rel=TOLERANCE)
+    assert losses(workshop.steps("run")) == pytest.approx(curve[:4], rel=TOLERANCE)
 
 
 def test_disks_of_their_own_and_a_full_one(make_hosts, curve: list[float]) -> None:
     """Each host keeps what its ranks wrote. A save for which a host has no space fails on all, and the run
-    goes on; the next one succeeds, and is resumed from. Each host is told how the job ended, and the first
-    one has all logs, whatever the end."""
+    continues; the next one succeeds, and is resumed from. Each host gets the outcome, and the first one all
+    logs, whatever the end."""
     hosts = make_hosts(4, shared=False, disk=64 * 2**20)  # one rank on each: stages and replicas apart
     workshop = Workshop(hosts.new_folder("inputs"))
     config = workshop.config("stages", **TWO_STAGES, zero_optimization={"stage": 1})
@@ -87,6 +85,17 @@ def test_disks_of_their_own_and_a_full_one(make_hosts, curve: list[float]) -> No
     hosts.wait_until(lambda: job.returncode is not None or message in job.stdout, JOB_SECONDS)
     hosts.empty_disk("h2")
     assert message in finish(hosts, job, JOB_SECONDS)
+
+    def outcomes(rank: int) -> set[str]:
+        """On every host; the logs of all ranks are on the first."""
+        found = [json.loads(hosts.path(name, run / "outcome.json").read_text()) for name in hosts.names]
+        assert {outcome["rank"] for outcome in found} == {rank}
+        newest = sorted(hosts.path("h1", run / "logs").iterdir())[-1]
+        texts = [(newest / f"rank_0000{rank}.log").read_text() for rank in range(4)]
+        assert [f"rank {rank} of 4 on h{rank + 1}," in text for rank, text in enumerate(texts)] == [True] * 4
+        return {outcome["status"] for outcome in found}
+
+    assert outcomes(rank=0) == {"finished"}
     assert [checkpoints(name) for name in hosts.names] == [["global_step15", "global_step45"]] * 4
     parts = [files(hosts.path(name, run / "checkpoints/global_step45")) for name in hosts.names]
     assert parts[0] & parts[2] == {"manifest.json", "shards.json"}
@@ -101,40 +110,21 @@ def test_disks_of_their_own_and_a_full_one(make_hosts, curve: list[float]) -> No
     assert "warning: allow_fewer_hosts = 2: each host has an output folder of its own" in said
     assert "each of its hosts holds a part" in said
 
-    def outcomes(rank: int) -> set[str]:
-        """On every host; the logs of all ranks are on the first."""
-        found = [json.loads(hosts.path(name, run / "outcome.json").read_text()) for name in hosts.names]
-        assert {outcome["rank"] for outcome in found} == {rank}
-        newest = sorted(hosts.path("h1", run / "logs").iterdir())[-1]
-        texts = [(newest / f"rank_0000{rank}.log").read_text() for rank in range(4)]
-        assert [f"rank {rank} of 4 on h{rank + 1}," in text for rank, text in enumerate(texts)] == [True] * 4
-        return {outcome["status"] for outcome in found}
-
-    def go_on(*options: str) -> HostProcess:
-        """Until the next save."""
-        job = hosts.start("h0", [*start, *options, *arguments(config, 4000)], cwd=PROJECT)
-        hosts.wait_until(lambda: job.returncode is not None or f"saved {run}" in job.stdout, JOB_SECONDS)
-        return job
-
-    job = go_on()
-    job.send_signal(signal.SIGTERM)
-    assert job.wait(60) == 3
+    # A rank of another host that hangs after the next save, with the others in their collectives.
+    hanging = ["--step_timeout", "3", *arguments(config, 4000)]
+    job = hosts.start("h0", [*start, *hanging], cwd=PROJECT)
+    hosts.wait_until(lambda: job.returncode is not None or f"saved {run}" in job.stdout, JOB_SECONDS)
+    (victim,) = (rank for rank in ranks(hosts) if rank.environ().get("RANK") == "3")
+    victim.suspend()
+    assert job.wait(30) == 1
     assert f"resumed from {run}/checkpoints/global_step45" in job.stdout
-    assert outcomes(rank=0) == {"stopped"}
+    assert "rank 3 on h4: no progress for" in job.stderr and "rank 3 gave no answer" in job.stderr
+    assert job.stderr.count("in train_step") >= 2 and "--- stacks of rank 3\nno answer" in job.stderr
+    assert outcomes(rank=3) == {"failed"}
     lines = hosts.path("h1", run / "metrics.jsonl").read_text().splitlines()
     steps = [line for line in map(json.loads, lines) if "loss" in line]
     assert [step["step"] for step in steps] == list(range(1, len(steps) + 1)) and len(steps) >= 60
     assert losses(steps)[:6] == pytest.approx(curve[:6], rel=TOLERANCE)
-    assert_nothing_runs(hosts)
-
-    # A rank of another host that hangs, with the others in their collectives.
-    job = go_on("--step_timeout", "3")
-    (victim,) = (rank for rank in ranks(hosts) if rank.environ().get("RANK") == "3")
-    victim.suspend()
-    assert job.wait(30) == 1
-    assert "rank 3 on h4: no progress for" in job.stderr and "rank 3 gave no answer" in job.stderr
-    assert job.stderr.count("in train_step") >= 2 and "--- stacks of rank 3\nno answer" in job.stderr
-    assert outcomes(rank=3) == {"failed"}
     assert_nothing_runs(hosts)
 
 
@@ -155,17 +145,13 @@ def test_hosts_that_ask_or_have_another_key_are_refused_before_a_rank_starts(hos
 
 
 def test_a_host_dies_the_other_goes_on_and_it_comes_back(make_hosts, curve: list[float]) -> None:
-    """As the README has it: check, try the links, train. A host loses its power; the run goes on without it,
-    and on both when a later restart finds it well again."""
+    """A host loses its power; the run continues without it, and on both when a later restart finds that it
+    works again."""
     hosts = make_hosts(2)
     workshop = Workshop(hosts.folder)
     config = workshop.config("stages", **TWO_STAGES, zero_optimization={"stage": 1})
     hostfile = ["--hostfile", str(hosts.write_hostfile(2))]
     job = workshop.arguments("run", config, *"--save_interval 5 --eval_interval 60".split(), steps=STEPS)
-    check = [sys.executable, "-m", "pipeline.check", "--hosts", "--fabric"]
-    checked = hosts.run("h0", [*check, *hostfile, *job], JOB_SECONDS, cwd=PROJECT)
-    assert checked.returncode == 0, checked.stdout + checked.stderr
-
     restarts = "--max_restarts 3 --allow_fewer_hosts 1 --failure_timeout 12".split()
     training = hosts.start("h0", [*LAUNCH, *hostfile, *restarts, *job], cwd=PROJECT)
 

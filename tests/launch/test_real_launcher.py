@@ -58,7 +58,8 @@ def wait_for_ranks(folder: Path, count: int) -> list[dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hostfile", [False, True])
+# Whatever else is started here is started without a hostfile.
+@pytest.mark.parametrize("hostfile", [pytest.param(False, marks=pytest.mark.repeats), True])
 def test_two_ranks_start_through_deepspeed(tmp_path: Path, drive, hostfile: bool) -> None:
     where = ("--hostfile", str(ROOT / "hostfiles" / "localhost")) if hostfile else ("--num_gpus", "2")
     assert drive(*where, steps=2, more=("--text", "a b 'c' $HOME")).wait(150) == 0
@@ -71,7 +72,15 @@ def test_two_ranks_start_through_deepspeed(tmp_path: Path, drive, hostfile: bool
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGINT,
+        signal.SIGTERM,
+        # Handled as SIGTERM is; test_endings.py sends all four.
+        *(pytest.param(each, marks=pytest.mark.repeats) for each in (signal.SIGUSR1, signal.SIGHUP)),
+    ],
+)
 def test_a_signal_ends_every_rank_in_seconds(tmp_path: Path, drive, number: signal.Signals) -> None:
     process = drive("--num_gpus", "2", steps=6000)
     ranks = wait_for_ranks(tmp_path, 2)

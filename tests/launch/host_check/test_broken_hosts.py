@@ -134,7 +134,11 @@ def test_a_port_that_is_taken_on_the_first_host(pair: Hosts) -> None:
         listener.kill()
 
 
-@pytest.mark.parametrize("launcher", ["openmpi", "mpich", "slurm"])
+# The other two train in end_to_end/test_launchers.py, and pass exit codes on.
+@pytest.mark.parametrize(
+    "launcher",
+    ["mpich", *(pytest.param(each, marks=pytest.mark.repeats) for each in ("openmpi", "slurm"))],
+)
 def test_a_rank_goes_under_another_launcher(pair: Hosts, launcher: str) -> None:
     """MPICH's way of starting ranks drops their exit codes."""
     environment = launcher_environment(pair, launcher)
@@ -157,7 +161,13 @@ def test_a_rank_goes_under_another_launcher(pair: Hosts, launcher: str) -> None:
     [
         # The runner then returns 0.
         ("h0", ["pdsh"], "the launcher ended (exit code 0) while ranks were running"),
-        ("h2", ["-f", "deepspeed.launcher.launch"], "on h2: the launcher that started it is gone"),
+        # cluster/agent/test_agents.py kills what started an agent, launch/test_real_launcher.py DeepSpeed's.
+        pytest.param(
+            "h2",
+            ["-f", "deepspeed.launcher.launch"],
+            "on h2: the launcher that started it is gone",
+            marks=pytest.mark.repeats,
+        ),
     ],
 )
 def test_a_launcher_is_killed(pair: Hosts, host: str, who: list[str], told: str) -> None:
@@ -176,7 +186,8 @@ def test_a_notice_to_the_ranks_of_one_host_ends_all_of_them_well(pair: Hosts) ->
     assert "SIGUSR1 on h2: every rank saves and ends" in job.process.stderr
 
 
-@pytest.mark.parametrize("what", ["crash", "unplug", "login host"])
+# Without the login host, an agent hears as little of the coordinator as one that is unplugged.
+@pytest.mark.parametrize("what", ["crash", "unplug", pytest.param("login host", marks=pytest.mark.repeats)])
 def test_a_host_is_gone(make_hosts, what: str) -> None:
     hosts = make_hosts(2)
     job = Job(hosts, hosts.write_hostfile(1))
