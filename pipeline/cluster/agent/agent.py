@@ -18,7 +18,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 
 from pipeline.base.command import say, show_messages, stop_signals
 from pipeline.base.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_WRONG_JOB, JobError
@@ -176,11 +175,8 @@ class Agent:
         return hello
 
     def _take_signals(self) -> None:
-        def note(number: int, _frame: FrameType | None) -> None:
-            self._signals.append(number)
-
-        for number in stop_signals():  # what the agent is told, its rank is
-            signal.signal(number, note)
+        for number in stop_signals():  # the rank gets what its agent gets
+            signal.signal(number, lambda number, _: self._signals.append(number))
         # A child's end, and every other signal, ends the wait for messages.
         signal.signal(signal.SIGCHLD, lambda *_: None)
         reader, writer = socket.socketpair()

@@ -21,74 +21,39 @@ KILL_SECONDS = 10.0
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-class OwnedProcess:
-    """One child and all that it starts.
-
-    This process becomes the parent of whatever the child leaves behind, so that nothing of it escapes. When
-    this process ends in any way, the system kills the child.
+def start_owned(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    stdout: int,
+    stderr: int,
+    inherit: Sequence[int] = (),
+) -> subprocess.Popen[bytes]:
+    """Start a child that the system kills when this process ends in any way. This process becomes the parent
+    of whatever the child leaves behind, so that nothing of it escapes.
 
     Args:
-        command, environment: As for `subprocess.Popen`.
-        stdout, stderr: Descriptors for the child's output.
+        command, environment, stdout, stderr: As for `subprocess.Popen`.
         inherit: Descriptors that the child keeps under their numbers.
 
     Raises:
         OSError: the command cannot be started.
     """
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    parent = os.getpid()
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        stdout: int,
-        stderr: int,
-        inherit: Sequence[int] = (),
-    ) -> None:
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        parent = os.getpid()
+    def die_with_parent() -> None:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before that took effect
+            os.kill(os.getpid(), signal.SIGKILL)
 
-        def die_with_parent() -> None:
-            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:  # it died before that took effect
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        self._process = subprocess.Popen(
-            command,
-            env=dict(environment),
-            stdout=stdout,
-            stderr=stderr,
-            pass_fds=tuple(inherit),
-            preexec_fn=die_with_parent,  # this process has one thread when it starts a rank
-        )
-        self.pid = self._process.pid
-        self.code: int | None = None
-
-    def poll(self) -> int | None:
-        """Exit status in `subprocess` convention, None while it runs. Also buries adopted children."""
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return self.code
-            if pid == 0:
-                return self.code
-            if pid == self.pid:
-                self.code = self._process.returncode = os.waitstatus_to_exitcode(status)
-
-    def send_signal(self, number: int) -> None:
-        """Signal the child, if it is there."""
-        if self.code is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        """Kill the child and every descendant, and wait until they are gone."""
-
-        def left() -> list[int]:
-            self.poll()
-            return descendants(os.getpid())
-
-        kill_all(left)
+    return subprocess.Popen(
+        command,
+        env=dict(environment),
+        stdout=stdout,
+        stderr=stderr,
+        pass_fds=tuple(inherit),
+        preexec_fn=die_with_parent,  # this process has one thread when it starts a rank
+    )
 
 
 def kill_all(left: Callable[[], Sequence[int]]) -> bool:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Mapping, Sequence
 
 from pipeline.base.problems import EXIT_FAILED
 from pipeline.cluster.agent.connection import Connection, Message
 from pipeline.cluster.agent.launch_spec import LaunchSpec
-from pipeline.cluster.agent.owned_process import OwnedProcess
+from pipeline.cluster.agent.owned_process import descendants, kill_all, start_owned
 from pipeline.cluster.agent.rank_link import STACKS_SIGNAL, Inherited
 from pipeline.cluster.agent.rank_output import RankOutput
 from pipeline.cluster.rank_environment import RankEnvironment
@@ -53,7 +55,7 @@ class RankProcess:
         self.step = 0
         self.is_killed = False
         self.said_ending = False
-        self._process: OwnedProcess | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._link: Connection | None = None
         self._phase = ""
         self._progress: Message | None = None
@@ -73,7 +75,7 @@ class RankProcess:
         command = [*self._command, inherited.argument(), *given]
         variables = dict(os.environ) | environment | place.variables()
         stdout, stderr = self.output.open()
-        self._process = OwnedProcess(command, variables, stdout, stderr, (its.fileno(), stacks.fileno()))
+        self._process = start_owned(command, variables, stdout, stderr, (its.fileno(), stacks.fileno()))
         its.close()
         self.output.started()
         pid, host = self._process.pid, socket.gethostname()
@@ -89,8 +91,14 @@ class RankProcess:
         return self._process is not None
 
     def has_ended(self) -> bool:
-        """Whether it was started and is gone."""
-        return self._process is not None and self._process.poll() is not None
+        """Whether it was started and is gone. Also reaps adopted children."""
+        if self._process is None:
+            return False
+        with contextlib.suppress(ChildProcessError):  # there is no child any more
+            while (ended := os.waitpid(-1, os.WNOHANG))[0] != 0:
+                if ended[0] == self._process.pid:
+                    self._process.returncode = os.waitstatus_to_exitcode(ended[1])
+        return self._process.returncode is not None
 
     def send_signal(self, number: int) -> None:
         """Signal it, if it is there."""
@@ -103,9 +111,14 @@ class RankProcess:
         self.end_descendants()
 
     def end_descendants(self) -> None:
-        """Kill what there still is of it, and wait for the end."""
+        """Kill what there still is of it and of all that it has started, and wait for the end."""
+
+        def left() -> list[int]:
+            self.has_ended()
+            return descendants(os.getpid())
+
         if self._process is not None:
-            self._process.kill()
+            kill_all(left)
 
     # What it says ---------------------------------------------------------------------------------------
 
@@ -150,7 +163,7 @@ class RankProcess:
     def ask_for_stacks(self) -> None:
         """Let it write where it is."""
         if self._process is not None:
-            self._process.send_signal(STACKS_SIGNAL)
+            self.send_signal(STACKS_SIGNAL)
             self._stacks_at = time.monotonic() + _STACKS_SECONDS
 
     def take_stacks(self, now: float) -> str | None:
@@ -170,12 +183,13 @@ class RankProcess:
         if self._process is None:
             return EXIT_FAILED if self.is_killed else None
         # A process that is held in a driver's call ends as soon as that returns.
-        return -signal.SIGKILL if self._process.code is None and self.is_killed else self._process.code
+        code = self._process.returncode
+        return -signal.SIGKILL if code is None and self.is_killed else code
 
     @property
     def exit_code(self) -> int:
         """The agent's, where nothing but the rank's end tells."""
-        code = None if self._process is None else self._process.code
+        code = None if self._process is None else self._process.returncode
         if code is None or self.is_killed or (code == 0 and not self.said_ending):
             return EXIT_FAILED
         return code if code >= 0 else 128 - code
