@@ -110,7 +110,7 @@ def _describe(driver: ctypes.CDLL, index: int) -> Gpu:
 def driver_needed(driver: str, cuda: str) -> int | None:
     """The driver branch that a build for CUDA `cuda` (such as 12.8) needs, if `driver` is older; else None.
 
-    A major version of CUDA that is not known here is not judged.
+    A major version of CUDA that is not known here is not checked.
     """
     needed = _OLDEST_BRANCH.get(cuda.partition(".")[0])
     branch = driver.partition(".")[0]

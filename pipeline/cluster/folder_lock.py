@@ -10,7 +10,7 @@ the lock, which a dead host cannot hold for longer than 45 seconds:
 
 The holder renews the file every few seconds by counting `beat` up. Whoever else wants the folder watches the
 file: if it stays the same for long enough, by the watcher's own clock, its holder is gone. Clocks of two
-hosts are never compared. Where the holder ran on this very system, its process tells at once.
+hosts are never compared. Where the holder ran on this very system, its process shows at once whether it is.
 
 The new holder writes its own lease, waits a moment and looks whether it is still there: of two that came at
 the same time the later writer stays. A holder that finds another's lease in place of its own has been taken
@@ -44,7 +44,7 @@ LEASE_FILE = "lease.json"
 
 @dataclass(frozen=True)
 class Lease:
-    """What the file says.
+    """The content of the file.
 
     Attributes:
         holder: Drawn by chance, once for each start.
@@ -281,7 +281,7 @@ def only_job(output_dir: str | Path, timing: Timing = Timing()) -> Iterator[None
             lease.take()
         except OSError as error:
             rule = f"cannot be written: {error.strerror}"
-            remedy = "Choose another --output_dir, or see to its permissions"
+            remedy = "Choose another --output_dir, or correct its permissions"
             raise JobError([Problem("output_dir", str(output_dir), rule, remedy)]) from error
         except LeaseTaken as taken:
             raise JobError([_taken(folder, taken.lease)]) from taken

@@ -1,6 +1,6 @@
-"""Which environment variables of a launch reach the ranks. This is the one place that says so.
+"""Which environment variables of a launch reach the ranks. Only this module decides it.
 
-Ranks on this machine inherit everything. Launchers forward little to other hosts, and what they do stands on
+Ranks on this machine inherit everything. Launchers forward little to other hosts, and what they do is on
 command lines, which everybody on a host can read and a shell does read; so the variables below go through the
 coordinator's connection, for every launcher alike. The variables of DeepSpeed's ``.deepspeed_env`` files go
 the same way. Values may be secrets and are never printed.
@@ -26,7 +26,7 @@ FORWARDED = (
     "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_*", "TORCH_*", "TORCHINDUCTOR_*", "TRITON_*",
     # libraries and their caches
     "PYTHON*", "HF_*", "TRANSFORMERS_*", "TOKENIZERS_PARALLELISM", "XDG_CACHE_HOME",
-    # object stores and the way to them
+    # object stores and proxies
     "AWS_*", "S3_*", "FSSPEC_*", "GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_CLOUD_PROJECT", "GCS_*",
     "AZURE_*", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy",
     "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE",
@@ -43,7 +43,7 @@ PLAIN = re.compile(r"[\w@+=:,./-]*")
 _SECRET = re.compile(
     r"SECRET|TOKEN(?!IZER|S(_|$))|PASSW|PASSPHRASE|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE|(^|_)KEYS?(_|$)"
 )
-# Their values only say where a secret lies.
+# Their values only say where a secret is kept.
 _PLACE = re.compile(r"GOOGLE_APPLICATION_CREDENTIALS|.*_(FILE|PATH|DIR)")
 ENV_FILE = ".deepspeed_env"
 # The launcher puts a value with other characters between double quotes.
@@ -59,7 +59,7 @@ def is_forwarded(name: str) -> bool:
 
 
 def is_secret(name: str) -> bool:
-    """Whether a variable's name says that its value is nobody's business."""
+    """Whether a variable's name says that its value is a secret."""
     return _SECRET.search(name.upper()) is not None and not _PLACE.fullmatch(name.upper())
 
 

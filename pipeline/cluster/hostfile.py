@@ -178,7 +178,8 @@ def _parse_filter(
     chosen: dict[str, tuple[int, ...]] = {}
     problems: list[Problem] = []
     for name, slots in _split_filter(text, devices_of):
-        remedy = f"The hosts are {', '.join(f'{host.name} (slots {_span(host)})' for host in hosts)}"
+        known = [f"{host.name} (slots {','.join(map(str, host.devices))})" for host in hosts]
+        remedy = f"The hosts are {', '.join(known)}"
         if name not in devices_of:
             rule = f"there is no host '{name}'"
         elif name in chosen:
@@ -214,9 +215,8 @@ def _first(
     problems = []
     if num_nodes is not None and not 1 <= num_nodes <= len(hosts):
         rule = f"must be from 1 to the number of hosts, {len(hosts)}"
-        problems.append(
-            Problem("num_nodes", num_nodes, rule, "Give such a number, or add hosts to the hostfile")
-        )
+        remedy = "Give such a number, or add hosts to the hostfile"
+        problems.append(Problem("num_nodes", num_nodes, rule, remedy))
     elif num_nodes is not None:
         hosts = hosts[:num_nodes]
     smallest = min((host.slots for host in hosts), default=0)
@@ -226,7 +226,3 @@ def _first(
     elif num_gpus is not None:
         hosts = tuple(Host(host.name, num_gpus, host.devices[:num_gpus]) for host in hosts)
     return hosts, tuple(problems)
-
-
-def _span(host: Host) -> str:
-    return ",".join(str(device) for device in host.devices)

@@ -21,9 +21,8 @@ from pipeline.base.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXI
 OUTCOME_FILE = "outcome.json"
 Status = Literal["finished", "stopped", "failed", "wrong_job"]
 # error: raised and reported. died: exited without a report. lost: no connection to its host. hung: no
-# progress.
-# launcher: what started it is gone. refused: the job is wrong there. ended: somebody asked for the end.
-# early: the same, before the rank took signals, when there was nothing to save.
+# progress. launcher: what started it is gone. refused: the job is wrong there. ended: the user asked for the
+# end. early: the same, before the rank took signals, when there was nothing to save.
 # peer: an error that says that another rank is gone.
 Kind = Literal["error", "died", "lost", "hung", "launcher", "refused", "ended", "early", "peer"]
 _WRITTEN = ("status", "step", "master_port", "rank", "message")
@@ -99,7 +98,7 @@ def write_outcome(output_dir: str | Path, outcome: Outcome, is_final: bool = Fal
     it for itself. The first failure of a start stays, because those that follow are its consequences.
 
     Args:
-        is_final: All ranks have been heard: it replaces whatever stands there.
+        is_final: All ranks have been heard: it replaces what is there.
 
     Raises:
         OSError: the folder cannot be written.
@@ -115,22 +114,22 @@ def write_outcome(output_dir: str | Path, outcome: Outcome, is_final: bool = Fal
 
 def record_outcome(output_dir: str | Path, outcome: Outcome) -> None:
     """`write_outcome` of a rank that leaves: a file that cannot be written changes nothing about how the run
-    ended, which the exit code tells, and the agent."""
+    ended, which the exit code shows, and the agent reports."""
     try:
         write_outcome(output_dir, outcome)
     except OSError as error:
         ended = f"{outcome.status.replace('_', ' ')}, after step {outcome.step}"
-        said = f"WARNING: {Path(output_dir) / OUTCOME_FILE} cannot be written ({error}): {ended}"
-        print(said, file=sys.stderr, flush=True)
+        warning = f"WARNING: {Path(output_dir) / OUTCOME_FILE} cannot be written ({error}): {ended}"
+        print(warning, file=sys.stderr, flush=True)
 
 
 def clear_outcome(output_dir: str | Path) -> None:
-    """Forget what an earlier start said."""
+    """Remove the outcome of an earlier start."""
     (Path(output_dir) / OUTCOME_FILE).unlink(missing_ok=True)
 
 
 def read_outcome(output_dir: str | Path, master_port: int) -> Outcome | None:
-    """What the start with this rendezvous port said; None if it said nothing that can be understood."""
+    """The outcome of the start with this rendezvous port; None where there is no readable one."""
     try:
         values = json.loads((Path(output_dir) / OUTCOME_FILE).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):

@@ -205,7 +205,7 @@ def read_rank_environment(environ: Mapping[str, str] = os.environ) -> RankEnviro
     managers = () if any(sign in environ for sign in _LAUNCHER_SIGNS) else find_managers(environ)
     if len(managers) > 1:
         names = " and ".join(manager.name for manager in managers)
-        rule = f"{names} both claim to have started this process, and say different things"
+        rule = f"{names} both claim to have started this process, and contradict each other"
         remedy = "Start with one of them, in a shell that has no variables of the other"
         raise JobError([Problem(managers[-1].rank, environ[managers[-1].rank], rule, remedy)])
     if managers:
@@ -220,7 +220,9 @@ def read_rank_environment(environ: Mapping[str, str] = os.environ) -> RankEnviro
 
 
 def _from_launcher(environ: Mapping[str, str]) -> RankEnvironment:
-    missing = [_missing(name) for name in _REQUIRED if name not in environ]
+    rule = f"a launcher sets all of {', '.join(_REQUIRED)}"
+    remedy = "Start with deepspeed or torchrun, or unset the others"
+    missing = [Problem(name, None, rule, remedy) for name in _REQUIRED if name not in environ]
     numbers = _numbers(environ, (*_PLACE, "MASTER_PORT", *_LOCAL_SIZES), missing)
     given = [numbers[name] for name in _LOCAL_SIZES if name in numbers]
     return RankEnvironment(
@@ -263,10 +265,10 @@ def _contradiction(manager: Manager, name: str, given: int, number: int) -> Prob
 
 
 def _rendezvous(manager: Manager, environ: Mapping[str, str], one_host: bool) -> tuple[str, int]:
-    """Where rank 0 listens: as the environment says, else worked out.
+    """Where rank 0 listens: as the environment says, else derived.
 
     Raises:
-        JobError: it says nothing and nothing can be concluded.
+        JobError: it does not say, and it cannot be derived.
     """
     problems = []
     address = environ.get("MASTER_ADDR")
@@ -357,11 +359,6 @@ def _checked(found: RankEnvironment) -> RankEnvironment:
 def is_loopback(address: str) -> bool:
     """Whether an address or name never leaves its own machine."""
     return address in ("localhost", "::1") or address.startswith("127.")
-
-
-def _missing(name: str) -> Problem:
-    given = "a launcher sets all of " + ", ".join(_REQUIRED)
-    return Problem(name, None, given, "Start with deepspeed or torchrun, or unset the others")
 
 
 def free_port() -> int:

@@ -169,7 +169,7 @@ def _loopback_among_others(hosts: tuple[Host, ...], path: str) -> tuple[Problem,
     loopback = [host.name for host in hosts if _LOOPBACK_NAME.fullmatch(host.name.rpartition("@")[2])]
     if not loopback or len(hosts) == 1:
         return ()
-    rule = "means another machine on every host, so it cannot stand beside other hosts"
+    rule = "means another machine on every host, so it cannot be listed with other hosts"
     return (Problem(path, loopback[0], rule, "Write the name or address by which the others reach it"),)
 
 

@@ -25,7 +25,7 @@ half of `--failure_timeout`, or whose connection closes, is gone.
 
 What ends what:
 
-    a rank fails             the coordinator names the first failure, and tells all agents to end their ranks:
+    a rank fails             the coordinator names the first failure, and orders agents to end their ranks:
                              these get a grace, and are then killed with everything that they have started
     an agent ends            the system kills its rank; the coordinator ends the others
     the launcher ends        agents look at their parent, `./launch.sh` at its child: both end the ranks
@@ -39,7 +39,7 @@ Why not torchrun's agents? Measured with `torch.distributed.run` of torch 2.13, 
 with two ranks each, through the same launcher; beside it `./launch.sh`:
 
     rank killed        ends after 4.3 s, or restarts after 3.3 to 15 s        4.7 s, cause named
-    host crashes       1.9 s, code 255, or goes on alone after 18 s           2.6 s, named
+    host crashes       1.9 s, code 255, or continues alone after 18 s           2.6 s, named
     cable cut          not ended after 100 to 150 s, all ranks left           42 to 48 s, named, none left
     an agent killed    its ranks were still training 20 s later               2.3 s, none left
 

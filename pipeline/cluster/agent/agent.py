@@ -1,9 +1,8 @@
 """The owner of one rank: a small process that starts it, ends it, and reports to the coordinator.
 
-The rank ends when its agent's parent is gone, when the coordinator is gone, when the coordinator says so, and
-(by the system) when the agent itself is gone. The agent leaves when the coordinator has heard of every rank:
-a launcher ends the other ranks as soon as one process has left with an exit code other than 0, and they may
-be saving.
+The rank ends when its agent's parent is gone, when the coordinator is gone or orders it, and (by the system)
+when the agent itself is gone. The agent exits when the coordinator has heard of every rank: a launcher ends
+the other ranks as soon as one process has exited with a code other than 0, and they may be saving.
 """
 
 from __future__ import annotations
@@ -126,7 +125,7 @@ class Agent:
         self._log_order: Message | None = None
 
     def run(self) -> int:
-        """Start the rank, see to it until its end and that of all others; its exit code."""
+        """Start the rank, watch it until its end and that of all others; its exit code."""
         self._take_signals()
         try:
             while not self._is_done():
@@ -238,7 +237,7 @@ class Agent:
             self._obey(order)
         if self._client.lost and not self._released and self._reported is None:
             is_wrong = self._client.is_wrong_job
-            if is_wrong and self._environment.local_rank == 0:  # the coordinator says it on another host
+            if is_wrong and self._environment.local_rank == 0:  # on another host the coordinator prints it
                 say(self._client.lost)
             self._give_up(self._client.lost, "refused" if is_wrong else "lost")
 
@@ -305,7 +304,7 @@ class Agent:
         self._report_end()
 
     def _give_up(self, reason: str, kind: str) -> None:
-        """Something that the rank needs is gone: say so, where anybody hears it, and end it."""
+        """Something that the rank needs is gone: report it, if there is a coordinator, and end the rank."""
         self._client.send(kind=kind, step=self._rank.step, message=reason, **{"is": "failure"})
         self._output.log(f"[agent] {reason}; the rank is ended\n".encode())
         self._kill()
@@ -349,7 +348,7 @@ class Agent:
         port = self._environment.master_port
         if self._outcome is not None:
             write_outcome(folder, replace(self._outcome, master_port=port), is_final=True)
-        elif read_outcome(folder, port) is None:  # there is nobody to say how it ended
+        elif read_outcome(folder, port) is None:  # no coordinator has concluded how it ended
             outcome = Outcome("failed", self._rank.step, port, self._environment.rank, self._client.lost)
             write_outcome(folder, outcome)
 

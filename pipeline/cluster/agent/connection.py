@@ -41,7 +41,7 @@ class Connection:
 
     Attributes:
         closed: The other end is gone, or sent what is no message; nothing more can be exchanged. The
-            descriptor stays open until `close`, so that whoever selects on it can let go of it first.
+            descriptor stays open until `close`, so that a selector can unregister it first.
         heard: Time of the last arrival, by `time.monotonic`.
 
     Args:
@@ -215,12 +215,12 @@ _WORDS = {
 
 
 def is_report(message: Message) -> bool:
-    """Whether an agent may say this."""
+    """Whether it is a message of an agent."""
     return _fits(message, REPORTS.get(str(message.get("is"))))
 
 
 def is_order(message: Message) -> bool:
-    """Whether the coordinator may say this."""
+    """Whether it is a message of the coordinator."""
     return _fits(message, ORDERS.get(str(message.get("do"))))
 
 
@@ -244,7 +244,7 @@ def make_room(descriptors: int) -> None:
 # Whose process is at the other end of a connection inside this machine.
 _TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 _ESTABLISHED, _LISTENS = "01", "0A"
-Place = tuple[str, int]
+Endpoint = tuple[str, int]
 
 
 def is_inside(stream: socket.socket) -> bool:
@@ -281,7 +281,7 @@ def leads_to_another_user(stream: socket.socket, own: int) -> bool:
     return users != {own}
 
 
-def _rows() -> Iterator[tuple[str, Place, Place, int]]:
+def _rows() -> Iterator[tuple[str, Endpoint, Endpoint, int]]:
     """State, this end, other end and user of every TCP socket of this network namespace."""
     for table in _TABLES:
         try:
@@ -289,10 +289,10 @@ def _rows() -> Iterator[tuple[str, Place, Place, int]]:
         except OSError:  # a system without IPv6
             continue
         for words in map(str.split, lines):
-            yield words[3], _place(words[1]), _place(words[2]), int(words[7])
+            yield words[3], _endpoint(words[1]), _endpoint(words[2]), int(words[7])
 
 
-def _place(word: str) -> Place:
+def _endpoint(word: str) -> Endpoint:
     """Address and port of ``0100007F:1F90``: words of 32 bits in the machine's order."""
     address, _, port = word.partition(":")
     packed = bytes.fromhex(address)

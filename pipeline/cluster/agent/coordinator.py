@@ -18,7 +18,7 @@ from pipeline.cluster.agent.connection import MAX_UNSENT, Connection, Message, i
 from pipeline.cluster.agent.handshake import HandshakeListener
 from pipeline.cluster.agent.launch_spec import CoordinatorSettings, Limits
 from pipeline.cluster.agent.progress import HangDetector, StartPhases
-from pipeline.cluster.agent.rank_table import RankState, RankTable, describe_exit, late_death, ranges
+from pipeline.cluster.agent.rank_table import RankState, RankTable, describe_exit, ranges
 from pipeline.cluster.outcome import Failure, Kind, Outcome
 
 logger = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ class Coordinator:
         self.close()
 
     def close(self) -> None:
-        """Let go of every agent."""
+        """Close every connection."""
         for connection in list(self._ranks):
             connection.flush()
             self._drop(connection)
@@ -173,7 +173,7 @@ class Coordinator:
             return
         if rank in self._agents:
             self._listener.refuse(connection, f"rank {rank} is here already")
-            self.end("error", f"two processes, one on {name}, say that they are rank {rank}", rank)
+            self.end("error", f"two processes, one on {name}, claim to be rank {rank}", rank)
             return
         self._listener.admit(connection)
         self._agents[rank] = connection
@@ -239,7 +239,7 @@ class Coordinator:
             logger.info(text)
         elif what == "missing" and state.rank == 0:
             where = self.table.places(rank for rank in message["ranks"] if type(rank) is int)
-            logger.info(f"No logs have come of {where}: what there is of them is in {self._logs} there.")
+            logger.info(f"No logs were received from {where}: what was written is in {self._logs} there.")
         elif what == "stacks":
             self._hang.stacks(state.rank, message["text"])
         elif what == "ended":
@@ -251,8 +251,9 @@ class Coordinator:
         if message["by_agent"] or reported:
             return
         if state.ending is not None:
-            if (word := late_death(state)) is not None:
-                logger.info(word)
+            if state.code is not None and state.code < 0:
+                how = f"{describe_exit(state.code)} after the run had {state.ending}"
+                logger.info(f"rank {state.rank} on {state.name}: {how}; nothing of it is lost")
             return
         # 2 is how an option parser ends, after its message.
         kind: Kind = "refused" if state.code == EXIT_WRONG_JOB else "died"
@@ -303,7 +304,7 @@ class Coordinator:
             self._settle = None
             self._tell_failure()
             self._broadcast(do="end", grace=self._limits.grace)
-            # The agents kill after the grace, and say so; a little more for the way.
+            # The agents kill after the grace, and report it; a little more for the way.
             self._deadline = now + self._limits.grace + 2 * self._limits.beat
         if self._is_over(now):
             self._conclude()
@@ -335,7 +336,7 @@ class Coordinator:
 
     def _tell_failure(self) -> None:
         failure = self.table.cause
-        if failure is None or failure.kind == "early":  # the launch says that nothing had begun
+        if failure is None or failure.kind == "early":  # the launch reports that nothing had begun
             return
         if failure.kind == "refused":
             logger.info(failure.text.rstrip())

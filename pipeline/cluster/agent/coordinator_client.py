@@ -93,7 +93,7 @@ class CoordinatorClient:
                     where = f"{self._address}:{self._port}"
                     raise Unreachable(
                         f"rank {self._place.rank} on {socket.gethostname()} cannot reach the launch at "
-                        f"{where}: {error.strerror or error}. See to the firewall, or give --launch_addr"
+                        f"{where}: {error.strerror or error}. Open the firewall, or give --launch_addr"
                     ) from error
                 time.sleep(_RETRY_SECONDS)
 
@@ -129,7 +129,7 @@ class CoordinatorClient:
                 self.connection.closed = True
                 break
             if order["do"] == "refuse":
-                self._be_refused(order)
+                self._take_refusal(order)
                 break
             if order["do"] == "accept":
                 self._send_kept()
@@ -146,7 +146,7 @@ class CoordinatorClient:
             order["do"] == "accept" and is_proven(order, self._key, "coordinator", self._nonce)
         )
 
-    def _be_refused(self, order: Message) -> None:
+    def _take_refusal(self, order: Message) -> None:
         """Without a launch, who refuses before it has accepted is another job's coordinator."""
         assert self.connection is not None
         if self._accepted or not self._is_direct:

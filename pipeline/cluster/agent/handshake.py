@@ -4,7 +4,7 @@
           ◄──── accept, proof of the coordinator ──────
 
 A proof is HMAC-SHA256 (RFC 2104) of who speaks and the agent's nonce. The key itself never travels on that
-connection, and stands on no command line: agents read it from a file that only this user can read. A
+connection, and is on no command line: agents read it from a file that only this user can read. A
 coordinator that cannot prove itself is not obeyed, since it may tell an agent to set any variable for its
 rank.
 
@@ -162,7 +162,7 @@ class HandshakeListener:
         self.drop(next(each for each, (_, peer) in self._unverified.items() if peer == busiest))
 
     def is_agent(self, connection: Connection, hello: Message) -> bool:
-        """Whether a first message proves that its sender holds the key. What was said once proves nothing."""
+        """Whether a first message proves that its sender holds the key. A nonce counts once."""
         nonce = hello.get("nonce")
         if not is_proven(hello, self._key, "agent", nonce) or nonce in self._nonces:
             return False
@@ -194,7 +194,7 @@ class HandshakeListener:
         connection.close()
 
     def close(self) -> None:
-        """Let go of all, and listen no more. May be called twice."""
+        """Close all connections and the socket. May be called twice."""
         if self.socket.fileno() < 0:
             return
         for connection in list(self._unverified):

@@ -72,14 +72,23 @@ def split_launch_spec(arguments: Sequence[str]) -> tuple[LaunchSpec, list[str]]:
     Raises:
         ValueError: it was cut on its way.
     """
-    rest = [argument for argument in arguments if not argument.startswith(OPTION)]
-    given = [argument for argument in arguments if argument.startswith(OPTION)]
+    values, rest = unpacked_option(arguments, OPTION)
+    return LaunchSpec(**values or {}), rest
+
+
+def unpacked_option(arguments: Sequence[str], option: str) -> tuple[dict[str, Any] | None, list[str]]:
+    """The fields that follow `option`, lists as tuples, None where it is not given; and the other arguments.
+
+    Raises:
+        ValueError: the option was cut on its way.
+    """
+    rest = [argument for argument in arguments if not argument.startswith(option)]
+    given = [argument for argument in arguments if argument.startswith(option)]
     if not given:
-        return LaunchSpec(), rest
-    values = unpack(given[-1].removeprefix(OPTION))
-    values["hosts"] = tuple((name, slots) for name, slots in values["hosts"])
-    spec = LaunchSpec(**{key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
-    return spec, rest
+        return None, rest
+    values = unpack(given[-1].removeprefix(option))
+    values["hosts"] = [tuple(host) for host in values["hosts"]]
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}, rest
 
 
 def pack(values: dict[str, Any]) -> str:
@@ -199,8 +208,8 @@ class CoordinatorSettings:
         world_size: Ranks to expect.
         key: What an agent must hold to be heard.
         master_addr, master_port: Rendezvous as the user gave it; None: rank 0's own address and a port that
-            is free there. Ignored for a start without a launch, whose launcher has said it.
-        environment: Variables for every rank that may not stand on a command line.
+            is free there. Ignored for a start without a launch, whose launcher has set it.
+        environment: Variables for every rank that may not be on a command line.
         arguments: The job's, for every rank; of any length, and changed by no shell.
         start_seconds: How long the first rank may take to report; None: no limit for any of them, since the
             user starts the hosts one by one.

@@ -1,4 +1,4 @@
-"""Whether a start makes progress: what to say before its first step, and when it counts as hung.
+"""Whether a start makes progress: what to log before its first step, and when it counts as hung.
 
 importing torch and DeepSpeed ...
 importing torch and DeepSpeed: 13 s
@@ -98,7 +98,7 @@ class HangDetector:
         self._stacks[rank] = text
 
     def look(self, table: RankTable, now: float, ask: Callable[[], None]) -> Failure | None:
-        """The hang, once every rank has said where it is or has had its time to; `ask` asks them."""
+        """The hang, once every rank has written its stacks or has had its time to; `ask` asks them."""
         running = table.running
         if self._asked is None:
             limit = self._limit({state.phase for state in running})

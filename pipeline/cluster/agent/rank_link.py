@@ -1,4 +1,4 @@
-"""How a rank tells its agent where it stands.
+"""How a rank reports to its agent.
 
 The agent hands its rank one argument, `--agent=`, with the numbers of the descriptors that it has opened
 for it and what the launch decided.
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.cluster.agent.launch_spec import pack, unpack
+from pipeline.cluster.agent.launch_spec import pack, unpacked_option
 from pipeline.cluster.agent.rank_table import Phase, error_kind
 from pipeline.cluster.outcome import Outcome
 
@@ -28,10 +28,10 @@ STACKS_SIGNAL = signal.SIGUSR2
 
 
 class RankLink:
-    """Tells the agent how the rank is, by one JSON object a line. Any thread may speak.
+    """Reports to the agent by one JSON object a line, from any thread.
 
     Args:
-        stream: To the agent; None in a rank that was started without one (a test), which tells nobody.
+        stream: To the agent; None in a rank that was started without one (a test), which reports to nobody.
     """
 
     def __init__(self, stream: socket.socket | None = None) -> None:
@@ -103,13 +103,8 @@ class Inherited:
 
 def split_inherited(arguments: Sequence[str]) -> tuple[Inherited | None, list[str]]:
     """What the agent gave, None in a process without one, and the other arguments."""
-    rest = [argument for argument in arguments if not argument.startswith(OPTION)]
-    given = [argument for argument in arguments if argument.startswith(OPTION)]
-    if not given:
-        return None, rest
-    values = unpack(given[0].removeprefix(OPTION))
-    hosts = tuple((name, slots) for name, slots in values["hosts"])
-    return Inherited(values["link"], values["stacks"], hosts, tuple(values["batch"])), rest
+    values, rest = unpacked_option(arguments, OPTION)
+    return None if values is None else Inherited(**values), rest
 
 
 def connect(inherited: Inherited) -> RankLink:

@@ -114,7 +114,7 @@ class NonBlockingWriter:
                     self._put(f"[{dropped:,} bytes could not be written]\n".encode())
                 self._put(data)
             except OSError as error:
-                # A terminal that is gone, a disk that is full. The run goes on: its output is no part of it.
+                # A terminal that is gone, a disk that is full. The run continues without it.
                 self.error = error
                 with self._change:
                     self._dropped += dropped + len(data)
@@ -219,7 +219,7 @@ class RankOutput:
         return given[0], given[1]
 
     def started(self) -> None:
-        """Let go of the rank's ends."""
+        """Close the rank's ends."""
         for descriptor in self._given:
             os.close(descriptor)
 
@@ -280,7 +280,7 @@ class RankOutput:
         if error is None or self._said_trouble:
             return ""
         self._said_trouble = True
-        return f"logs cannot be written in {self.folder}: {error.strerror}. The job goes on without them"
+        return f"logs cannot be written in {self.folder}: {error.strerror}. The job continues without them"
 
     def write_mark(self, mark: str) -> None:
         """Rank 0: leave a sign for the hosts that share this folder."""

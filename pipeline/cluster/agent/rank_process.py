@@ -120,29 +120,29 @@ class RankProcess:
         if self._process is not None:
             kill_all(left)
 
-    # What it says ---------------------------------------------------------------------------------------
+    # Reports ------------------------------------------------------------------------------------------
 
     def reports(self, all_of_them: bool = False) -> list[Message]:
-        """What is to be told of it now, and with `all_of_them` what would have waited for a while. Its output
-        goes where it belongs."""
+        """The messages to pass on now, and with `all_of_them` those that would have waited for a while. Its
+        output goes to the console and the log."""
         for ended in self.output.pump(at_end=all_of_them):
             self._selector.unregister(ended)
-        told: list[Message] = []
+        due: list[Message] = []
         if self._link is not None:
             for message in self._link.receive():
-                told += self._take(message)
+                due += self._take(message)
             if self._link.closed and self._link.fileno() >= 0:
                 self._selector.unregister(self._link)
                 self._link.close()
         now = time.monotonic()
         if all_of_them or now - self._progress_sent >= self._progress_seconds:
-            waiting = self._take_progress()
-            self._progress_sent = now if waiting else self._progress_sent
-            told += waiting
-        return told
+            if waiting := self._take_progress():
+                self._progress_sent = now
+            due += waiting
+        return due
 
     def _take(self, message: Message) -> list[Message]:
-        """What of this message, and of what waits, is told at once: progress within a phase is not."""
+        """What of this message, and of what waits, is reported at once: progress within a phase is not."""
         what = message.get("is")
         if what == "progress":
             self._progress, self.step = message, message["step"]
@@ -188,7 +188,7 @@ class RankProcess:
 
     @property
     def exit_code(self) -> int:
-        """The agent's, where nothing but the rank's end tells."""
+        """The agent's, where only the rank's end determines it."""
         code = None if self._process is None else self._process.returncode
         if code is None or self.is_killed or (code == 0 and not self.said_ending):
             return EXIT_FAILED

@@ -17,7 +17,7 @@ from pipeline.cluster.outcome import Failure, Kind, Outcome, Status
 Phase = Literal[
     "starting", "preparing data", "joining", "building", "training", "evaluating", "saving", "finishing",
 ]  # fmt: skip
-# How gloo, NCCL and torch's store say that the other end is gone.
+# How gloo, NCCL and torch's store report that the other end is gone.
 _PEER_WORDS = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused",
     "Socket Timeout", "socket has been closed", "remote process exited", "NCCL communicator was aborted",
@@ -36,7 +36,7 @@ class RankState:
         moved: When it last made progress, by the coordinator's clock.
         ending: How its run ended as it reported itself, before it left.
         code: Exit status in `subprocess` convention; None while it runs.
-        gone: Nothing more will be heard of it: its agent has said that it ended, or its host is lost.
+        gone: Nothing more will be heard of it: its agent has reported its end, or its host is lost.
     """
 
     rank: int
@@ -129,14 +129,6 @@ def describe_exit(code: int) -> str:
     if code >= 0:
         return f"left with exit code {code} before the job's end"
     return f"was killed by {signal_name(-code)}"
-
-
-def late_death(state: RankState) -> str | None:
-    """What to say of a rank that was killed after its final report; None if it left by itself."""
-    if state.code is None or state.code >= 0:
-        return None
-    where = f"rank {state.rank} on {state.name}"
-    return f"{where}: {describe_exit(state.code)} after the run had {state.ending}; nothing of it is lost"
 
 
 def signal_name(number: int) -> str:

@@ -188,7 +188,7 @@ def test_an_agent_that_falls_silent_is_lost(start: Start) -> None:
     log.unlink()
     outcome = start.outcome()
     missing = (
-        f"No logs have come of rank 2 ({socket.gethostname()}): what there is of them is in {log.parent}"
+        f"No logs were received from rank 2 ({socket.gethostname()}): what was written is in {log.parent}"
     )
     assert f"{missing} there." in start.said
     assert (outcome.status, outcome.rank) == ("failed", 2) and "nothing was heard" in outcome.message
