@@ -6,6 +6,7 @@ import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pipeline.base.problems import Problem
 from pipeline.cluster.hostfile import address_rule
@@ -61,11 +62,21 @@ def launcher_parser(program: str = "./launch.sh") -> argparse.ArgumentParser:
     return parser
 
 
+class _Joined(argparse.Action):
+    """A list of hosts, which may be given in several parts."""
+
+    def __call__(
+        self, parser: object, namespace: argparse.Namespace, values: Any, option: object = None
+    ) -> None:
+        before = getattr(namespace, self.dest, None)
+        setattr(namespace, self.dest, f"{before}@{values}" if before else values)
+
+
 def _add_hosts(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("-H", "--hostfile", metavar="FILE", help="hosts and slots (default: this machine)")
-    add("-i", "--include", metavar="HOST[:SLOT,..]@..", help="use only these")
-    add("-e", "--exclude", metavar="HOST[:SLOT,..]@..", help="leave these out")
+    add("-i", "--include", action=_Joined, metavar="HOST[:SLOT,..]@..", help="use only these")
+    add("-e", "--exclude", action=_Joined, metavar="HOST[:SLOT,..]@..", help="leave these out")
     add("--num_nodes", type=int, metavar="N", help="use the first N hosts")
     add(
         "--num_gpus",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import inf
@@ -217,8 +218,32 @@ def read_command_line(
     """
     given = {} if default is None else {"default": default}
     return tyro.cli(
-        kind, args=args, prog=prog, use_underscores=True, config=(tyro.conf.FlagCreatePairsOff,), **given
+        kind,
+        args=_gathered(sys.argv[1:] if args is None else args, kind),
+        prog=prog,
+        use_underscores=True,
+        config=(tyro.conf.FlagCreatePairsOff,),
+        **given,
     )
+
+
+def _gathered(args: Sequence[str], kind: type) -> list[str]:
+    """The same with all values of a list option at its first place: of an option given twice, tyro takes the
+    last one's values."""
+    lists = {f"--{name}" for name, field in fields_of(kind).items() if field.forms[0].kind is list}
+    group: list[str] = []
+    groups: dict[str | int, list[str]] = {-1: group}
+    for place, argument in enumerate(args):
+        option, equals, value = argument.partition("=")
+        option = option.replace("-", "_").replace("__", "--", 1)
+        if not argument.startswith("--"):
+            group.append(argument)
+        elif option in lists:
+            group = groups.setdefault(option, [option])
+            group += [value] if equals else []
+        else:
+            group = groups[place] = [argument]
+    return [argument for group in groups.values() for argument in group]
 
 
 def _config_argument(args: Sequence[str]) -> str | None:

@@ -9,6 +9,7 @@ import pytest
 
 from pipeline.base.fields import fields_of
 from pipeline.base.problems import JobError
+from pipeline.cluster.launcher_options import split_arguments
 from pipeline.job.options import CheckOptions, Options, from_json, option_problems, parse_options
 from pipeline.job.resolve import examine
 from tests.job.drafts import world
@@ -24,6 +25,15 @@ def test_takes_underscores_lists_and_deepspeeds_own() -> None:
     assert (options.deepspeed, options.local_rank, options.data) == (True, 3, ("a", "b"))
     assert (options.seq_length, options.print_config) == (64, True)
     assert parse_options(["--local_rank", "0"]).local_rank == 0
+
+
+def test_a_list_given_in_parts_is_whole_and_of_single_values_the_last_counts() -> None:
+    arguments = "--data a b --seed 1 --validation v=x --data=c --allow-pickle m.a --seed 2 --validation w=y"
+    options = parse_options([*arguments.split(), "--data", "d", "--allow_pickle", "m.b"])
+    assert (options.data, options.validation) == (("a", "b", "c", "d"), ("v=x", "w=y"))
+    assert (options.allow_pickle, options.seed) == (("m.a", "m.b"), 2)
+    launcher, rest = split_arguments(["--exclude", "h1@h2:0", "-e", "h3", "--include=h4"])
+    assert (launcher.exclude, launcher.include, rest) == ("h1@h2:0@h3", "h4", [])
 
 
 def test_the_world_size_belongs_to_the_check() -> None:
