@@ -100,6 +100,7 @@ def beside(path: str) -> dict[str, Any]:
 
 
 def trains(folder: Path, values: dict[str, Any]) -> None:
+    folder.mkdir(exist_ok=True)
     shop = Workshop(folder)
     run_job(shop.arguments("run", shop.config(**values), "--log_interval", "1"), 2).check()
     assert [line["step"] for line in shop.steps("run")] == [1, 2]
