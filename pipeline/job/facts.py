@@ -82,7 +82,10 @@ class Settings:
 
     def where(self, key: str) -> str:
         """The key as it was written, with its file and line."""
-        return self._document.where(self._old_names.get(key, key))
+        for new, old in self._old_names.items():
+            if key == new or key.startswith(f"{new}."):
+                key = old + key.removeprefix(new)
+        return self._document.where(key)
 
     def problem(
         self, key: str, rule: str, remedy: str, value: object = None, severity: Severity = "error"
@@ -101,9 +104,9 @@ class Settings:
             self._note(_ZERO, self.values[_ZERO], "is DeepSpeed's old form of stage 1 or 0")
             self.values[_ZERO] = {"stage": int(self.values[_ZERO])}
         for old, (new, convert) in OLD_NAMES.items():
-            value = _remove(self.values, old)
-            if value is None:
+            if (value := _at(self.values, old)) is None:  # null has the type of no key
                 continue
+            _remove(self.values, old)
             became, there = convert(value), _at(self.values, new)
             if there not in (None, became):
                 rule = f"is the old name of {new}, which has another value"
@@ -171,11 +174,10 @@ def _has_foreign_keys(block: str) -> bool:
     return any(path.startswith(f"{block}.") for path in FOREIGN)
 
 
-def _remove(values: Any, key: str) -> Any:
-    """Take the value of a dotted key out; None where there is none."""
+def _remove(values: dict[str, Any], key: str) -> None:
+    """Take a dotted key out."""
     outer, _, name = key.rpartition(".")
-    block = _at(values, outer) if outer else values
-    return block.pop(name, None) if isinstance(block, dict) else None
+    del (_at(values, outer) if outer else values)[name]
 
 
 def _set(values: dict[str, Any], key: str, value: Any) -> None:

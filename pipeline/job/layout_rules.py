@@ -15,7 +15,9 @@ def world(f: Facts) -> Iterable[Problem]:
     if f.world.size % f.model_parallel:
         sizes = f"{f.stages} (pipeline) * {f.sequence} (sequence) * {f.tensor} (tensor) = {f.model_parallel}"
         rule = f"must be a multiple of {sizes}; {f.world.size} / {f.model_parallel} is not whole"
-        remedy = "Change pipeline.stages, sequence_parallel_size, tensor_parallel.autotp_size or the slots"
+        below = f.world.size // f.model_parallel * f.model_parallel
+        ranks = f"{below} or {below + f.model_parallel}" if below else str(f.model_parallel)
+        remedy = f"Use {ranks} ranks, or a smaller size of pipeline, sequence or tensor parallelism"
         yield Problem("world size", f.world.size, rule, remedy)
 
 
@@ -28,28 +30,48 @@ def tensor_in_host(f: Facts) -> Iterable[Problem]:
         yield f.settings.problem("tensor_parallel.autotp_size", rule, remedy, f.tensor, severity="warning")
 
 
-def tensor_divides(f: Facts) -> Iterable[Problem]:
-    model = f.model
-    sizes = {
-        "attention heads": model.num_heads,
-        "kv heads": model.num_kv_heads,
-        "feed-forward width": model.ffn_hidden_size,
-        "padded vocabulary": model.padded_vocab_size,
+def _sliced(f: Facts) -> dict[str, int]:
+    """What a tensor size must divide."""
+    return {
+        "attention heads": f.model.num_heads,
+        "kv heads": f.model.num_kv_heads,
+        "feed-forward width": f.model.ffn_hidden_size,
+        "padded vocabulary": f.model.padded_vocab_size,
     }
-    wrong = [f"{name} {size}" for name, size in sizes.items() if size % f.tensor]
+
+
+def _fits(f: Facts, tensor: int, sequence: int) -> bool:
+    """Whether these two sizes break no rule of this file."""
+    if f.world.size % (f.stages * tensor * sequence) or f.sequence_length % sequence:
+        return False
+    if any(size % tensor for size in _sliced(f).values()):
+        return False
+    heads, kv_heads = f.model.num_heads // tensor, f.model.num_kv_heads // tensor
+    return heads % sequence == 0 and (kv_heads % sequence == 0 or sequence % kv_heads == 0)
+
+
+def _other_size(f: Facts, axis: str) -> str:
+    """The sizes of one axis that go with all the other settings, as a remedy."""
+    sizes = range(1, f.model.num_heads + 1)
+    if axis == "tensor":
+        legal = [size for size in sizes if _fits(f, size, f.sequence)]
+    else:
+        legal = [size for size in sizes if _fits(f, f.tensor, size)]
+    return f"Use {listed(legal)}" if legal else "Use 1 for it and for the other parallel sizes"
+
+
+def tensor_divides(f: Facts) -> Iterable[Problem]:
+    wrong = [f"{name} {size}" for name, size in _sliced(f).items() if size % f.tensor]
     if wrong:
-        rule = f"must divide {', '.join(wrong)} of {model.name}"
-        legal = [n for n in range(1, model.num_heads + 1) if all(size % n == 0 for size in sizes.values())]
-        remedy = f"Use {listed(legal)}"
-        yield f.settings.problem("tensor_parallel.autotp_size", rule, remedy, f.tensor)
+        rule = f"must divide {', '.join(wrong)} of {f.model.name}"
+        yield f.settings.problem("tensor_parallel.autotp_size", rule, _other_size(f, "tensor"), f.tensor)
 
 
 def sequence_divides(f: Facts) -> Iterable[Problem]:
     if f.sequence_length % f.sequence:
         rule = f"must divide the sequence length {f.sequence_length}"
-        remedy = (
-            f"Use another size, or --seq_length {f.sequence_length // f.sequence * f.sequence or f.sequence}"
-        )
+        length = f.sequence_length // f.sequence * f.sequence or f.sequence
+        remedy = f"{_other_size(f, 'sequence')}, or --seq_length {length}"
         yield f.settings.problem("sequence_parallel_size", rule, remedy, f.sequence)
 
 
@@ -58,8 +80,7 @@ def sequence_heads(f: Facts) -> Iterable[Problem]:
     local = heads // f.tensor
     if heads % f.tensor == 0 and local % f.sequence:
         rule = f"must divide the {local} attention heads of a rank ({heads} / {f.tensor} tensor)"
-        legal = [n for n in range(1, local + 1) if local % n == 0]
-        yield f.settings.problem("sequence_parallel_size", rule, f"Use {listed(legal)}", f.sequence)
+        yield f.settings.problem("sequence_parallel_size", rule, _other_size(f, "sequence"), f.sequence)
 
 
 def sequence_kv_heads(f: Facts) -> Iterable[Problem]:
@@ -71,8 +92,7 @@ def sequence_kv_heads(f: Facts) -> Iterable[Problem]:
         rule = (
             f"must divide, or be a multiple of, the {local} kv heads of a rank ({heads} / {f.tensor} tensor)"
         )
-        legal = [n for n in range(1, 2 * local + 1) if local % n == 0 or n % local == 0]
-        yield f.settings.problem("sequence_parallel_size", rule, f"Use {listed(legal)}", f.sequence)
+        yield f.settings.problem("sequence_parallel_size", rule, _other_size(f, "sequence"), f.sequence)
 
 
 def positions(f: Facts) -> Iterable[Problem]:

@@ -74,8 +74,10 @@ def second_shard(f: Facts) -> Iterable[Problem]:
         rule = f"excludes tensor parallelism, and the tensor size is {f.tensor}"
         yield f.settings.problem(key, rule, "Remove it, or set tensor_parallel.autotp_size to 1")
     elif f.data * f.sequence % size:
-        rule = f"must divide the {f.data * f.sequence} ranks that ZeRO shards over"
-        yield f.settings.problem(key, rule, "Use the slots of a host")
+        shared = f.data * f.sequence
+        rule = f"must divide the {shared} ranks that ZeRO shards over"
+        sizes = [number for number in range(1, shared + 1) if shared % number == 0]
+        yield f.settings.problem(key, rule, f"Use {listed(sizes)}, at most the slots of a host")
 
 
 def bf16_optimizer_keys(f: Facts) -> Iterable[Problem]:

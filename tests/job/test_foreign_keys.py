@@ -12,7 +12,7 @@ import pytest
 from pipeline.base.json_reader import read_json
 from pipeline.base.problems import EXIT_FINISHED
 from pipeline.check import main as check
-from pipeline.job.foreign_keys import FOREIGN, MEGATRON
+from pipeline.job.foreign_keys import FOREIGN, MEGATRON, OLD_NAMES
 from pipeline.job.options import Options
 from pipeline.job.run_file import run_json
 from pipeline.job.schema import KEYS
@@ -185,6 +185,13 @@ def test_a_problem_of_a_renamed_key_names_the_line_that_was_written(tmp_path: Pa
     text = '{"zero_optimization": {\n"stage": 3,\n"prefetch_bucket_size": -1}}'
     (problem,) = draft(tmp_path, text).errors
     assert problem.key.startswith(f"{ZERO}.prefetch_bucket_size (") and problem.key.endswith(":3)")
+    (problem,) = draft(tmp_path, '{"bfloat16": {\n"enabld": true}}').errors
+    assert problem.key.startswith("bfloat16.enabld (") and problem.key.endswith(":2)")
+
+
+@pytest.mark.parametrize("old", OLD_NAMES)
+def test_null_is_no_value_of_an_old_name(old: str, tmp_path: Path) -> None:
+    assert draft(tmp_path, nested(old, None)).errors
 
 
 # The keys for which transformers' documentation and accelerate's templates write "auto".

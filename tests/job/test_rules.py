@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipeline.job.resolve import Draft
 from pipeline.job.rules import RULES
 from tests.job.drafts import A100, CPU, V100, draft, found, world
 
@@ -21,9 +24,9 @@ CASES: list[tuple[str, dict[str, Any], tuple, dict[str, Any], str, str]] = [
     ("tensor in host", {"tensor_parallel": {"autotp_size": 2}}, ((3, 3), CPU), {},
      "tensor_parallel.autotp_size", "spans hosts (a host ends after rank 2)"),
     ("tensor divides", {"tensor_parallel": {"autotp_size": 3}}, ((3,), CPU), {},
-     "tensor_parallel.autotp_size", "must divide attention heads 4, kv heads 4 of tiny. Use 1, 2 or 4"),
+     "tensor_parallel.autotp_size", "must divide attention heads 4, kv heads 4 of tiny. Use 1"),
     ("sequence divides", {"sequence_parallel_size": 2}, ((2,), CPU), {"seq_length": 33},
-     "sequence_parallel_size", "must divide the sequence length 33. Use another size, or --seq_length 32"),
+     "sequence_parallel_size", "must divide the sequence length 33. Use 1, or --seq_length 32"),
     ("sequence and heads", {"sequence_parallel_size": 8}, ((8,), CPU), {},
      "sequence_parallel_size", "must divide the 4 attention heads of a rank (4 / 1 tensor)"),
     ("sequence and kv heads", {"sequence_parallel_size": 7}, ((7,), A100),
@@ -157,6 +160,31 @@ def test_a_broken_rule_is_reported(case: tuple, tmp_path: Path) -> None:
     assert any(text in str(problem) for problem in problems), [str(p) for p in made.problems]
     assert all(bool(problem.remedy) == (problem.severity != "note") for problem in problems)
     assert (made.job is None) == bool(made.errors)
+
+
+SIZES = (1, 2, 3, 4, 6, 8)
+
+
+@pytest.mark.parametrize("model", ["gpt2-124m", "llama3-8b", "tiny"])
+def test_a_size_that_is_offered_breaks_no_other_rule(model: str, tmp_path: Path) -> None:
+    """Every error of a parallel size is answered with sizes; with each of them the check accepts the job."""
+    keys = {"tensor_parallel.autotp_size": "tensor", "sequence_parallel_size": "sequence"}
+    followed = 0
+    for tensor, sequence in itertools.product(SIZES, SIZES):
+        for problem in layout(tmp_path, model, tensor, sequence).errors:
+            if (axis := keys.get(problem.key.split(" (")[0])) is None:
+                continue
+            offered = re.match(r"Use ([\d, or]+?)(?:, or --|$)", problem.remedy)
+            for size in map(int, re.findall(r"\d+", offered[1] if offered else "")):
+                right = {"tensor": tensor, "sequence": sequence, axis: size}
+                assert layout(tmp_path, model, **right).job is not None, (problem, size)
+                followed += 1
+    assert followed > 10
+
+
+def layout(folder: Path, model: str, tensor: int, sequence: int) -> Draft:
+    config = {"tensor_parallel": {"autotp_size": tensor}, "sequence_parallel_size": sequence}
+    return draft(folder, config, world(8, 8, device=A100), model=model)
 
 
 def test_every_rule_has_a_case() -> None:
