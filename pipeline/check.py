@@ -23,7 +23,7 @@ from pipeline.launch.environment import (
     examine_environment,
     training_devices,
 )
-from pipeline.launch.host_check.host_check import HostCheck, hosts_table, way_to
+from pipeline.launch.host_check.host_check import HostCheck, hosts_table, shell_for
 from pipeline.launch.network_test.network_test import run_network_test
 from pipeline.launch.network_test.report import network_problems, network_tables
 from pipeline.launch.preflight import check, check_with_hosts, print_draft, read_arguments
@@ -78,7 +78,7 @@ def check_links(found: HostCheck, launcher: LauncherOptions) -> list[Problem]:
         console().print("The links between hosts are tried when the hosts have no error.")
         return []
     tested = run_network_test(
-        found.world, way_to(found.world, launcher), found.addresses,
+        found.world, shell_for(found.world, launcher), found.addresses,
         launcher.master_port or found.port or free_port(), found.exported,
     )  # fmt: skip
     console().print(*network_tables(tested), sep="\n")

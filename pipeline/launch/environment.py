@@ -27,8 +27,8 @@ from pipeline.base.words import size
 from pipeline.cluster.devices import driver_needed
 from pipeline.cluster.world import available_cores
 from pipeline.job.resolve import PROJECT
-from pipeline.launch.host_check.ask import Question, ask_hosts, way_to_hosts
-from pipeline.launch.host_check.judge import failed
+from pipeline.launch.host_check.ask import Question, ask_hosts, remote_shell
+from pipeline.launch.host_check.comparison import failed
 
 RATES_SECONDS = 180
 PROGRAMS = ("gcc", "g++", "nvcc", "ninja", "ssh", "pdsh", "mpirun", "srun")
@@ -88,7 +88,7 @@ def examine_environment(environ: Mapping[str, str] = os.environ) -> Environment:
     question = Question(
         str(PROJECT), str(Path.cwd()), folders=(str(Path.cwd()), home, "/tmp"), commands=PROGRAMS
     )
-    here = ask_hosts((), question, way_to_hosts()).here
+    here = ask_hosts((), question, remote_shell()).here
     if here.failure is not None:
         raise OSError(here.failure.rule)
     return Environment(here.facts, _ask_torch(environ), environ)

@@ -1,6 +1,6 @@
-"""Brings the key of a start to its hosts: over the way of the host checks, and there through standard input.
+"""Brings the key of a start to its hosts: by the remote shell of the host checks, through standard input.
 
-The name of the file is drawn by chance and stands on command lines; its content does not. Agents remove it
+The name of the file is random and appears on command lines; its content does not. Agents remove it
 when all of them have come, and the launch itself where not all did. What a start that was killed has left is
 removed by a later one, after a day.
 """
@@ -12,8 +12,8 @@ import time
 from collections.abc import Sequence
 
 from pipeline.job.world import Host
-from pipeline.launch.host_check.ask import Way
-from pipeline.launch.host_check.session import Said, Session, close_all, failure_of, no_client, room_for
+from pipeline.launch.host_check.ask import RemoteShell
+from pipeline.launch.host_check.session import Output, Session, close_all, failure_of, no_client, room_for
 
 DELIVERY_SECONDS = 60.0
 # At the end of a start, which a host that is gone must not hold up.
@@ -38,7 +38,9 @@ class NotDelivered(Exception):
     """Hosts that do not have the key; the message names them, with the reason and what to do."""
 
 
-def deliver_key(hosts: Sequence[Host], way: Way, key: str, seconds: float = DELIVERY_SECONDS) -> str:
+def deliver_key(
+    hosts: Sequence[Host], shell: RemoteShell, key: str, seconds: float = DELIVERY_SECONDS
+) -> str:
     """Leave the key on every host, in parallel; the path of its file there. No host keeps it where this
     fails, or is interrupted.
 
@@ -48,48 +50,50 @@ def deliver_key(hosts: Sequence[Host], way: Way, key: str, seconds: float = DELI
     path = f"{FOLDER}/{_BEGINNING}{secrets.token_hex(16)}"
     sessions: list[Session] = []
     try:
-        _leave_key(hosts, way, key, path, sessions, seconds)
+        _leave_key(hosts, shell, key, path, sessions, seconds)
     except BaseException:  # a request to stop included
-        withdraw_key(hosts[: len(sessions)], way, path, min(seconds, WITHDRAWAL_SECONDS))
+        withdraw_key(hosts[: len(sessions)], shell, path, min(seconds, WITHDRAWAL_SECONDS))
         raise
     return path
 
 
 def _leave_key(
-    hosts: Sequence[Host], way: Way, key: str, path: str, sessions: list[Session], seconds: float
+    hosts: Sequence[Host], shell: RemoteShell, key: str, path: str, sessions: list[Session], seconds: float
 ) -> None:
-    """`sessions`: grows by one for each host that is asked."""
+    """`sessions`: receives one for each host that is connected to."""
     room_for(len(hosts))
     try:
         for host in hosts:
             names = {"folder": FOLDER, "beginning": _BEGINNING, "path": path, "mark": _MARK}
-            command = way(host, _SCRIPT.format(**names))
+            command = shell(host, _SCRIPT.format(**names))
             try:
                 session = Session(command, _MARK)
             except OSError as error:
                 failure = no_client(command[0], error)
                 raise NotDelivered(f"{failure.rule}. {failure.remedy}") from error
             sessions.append(session)
-            session.say(f"\n\nkey={key}")
+            session.send(f"\n\nkey={key}")
         deadline = time.monotonic() + seconds
         has = [session.answer(deadline) is not None for session in sessions]
     finally:
-        said = close_all(sessions)
+        outputs = close_all(sessions)
     problems = [
-        f"{host.name}: {_why(host, words)}"
-        for host, there, words in zip(hosts, has, said, strict=True)
+        f"{host.name}: {_why(host, output)}"
+        for host, there, output in zip(hosts, has, outputs, strict=True)
         if not there
     ]
     if problems:
         raise NotDelivered("\n".join(problems))
 
 
-def withdraw_key(hosts: Sequence[Host], way: Way, path: str, seconds: float = WITHDRAWAL_SECONDS) -> None:
+def withdraw_key(
+    hosts: Sequence[Host], shell: RemoteShell, path: str, seconds: float = WITHDRAWAL_SECONDS
+) -> None:
     """Remove the key's file from every host that answers, in parallel."""
     sessions: list[Session] = []
     try:
         for host in hosts:
-            sessions.append(Session(way(host, f"rm -f {path} {path}.* && echo {_MARK}"), _MARK))
+            sessions.append(Session(shell(host, f"rm -f {path} {path}.* && echo {_MARK}"), _MARK))
         deadline = time.monotonic() + seconds
         for session in sessions:
             session.answer(deadline)
@@ -97,9 +101,9 @@ def withdraw_key(hosts: Sequence[Host], way: Way, path: str, seconds: float = WI
         close_all(sessions)
 
 
-def _why(host: Host, said: Said) -> str:
-    if said.return_code == _NOT_WRITTEN:
-        words = said.errors.strip().splitlines()[-1:] or ["nothing"]
+def _why(host: Host, output: Output) -> str:
+    if output.return_code == _NOT_WRITTEN:
+        words = output.errors.strip().splitlines()[-1:] or ["nothing"]
         return f"the key of this start cannot be left in {FOLDER} there (it says: {words[0][:200]})"
-    failure = failure_of(said)
+    failure = failure_of(output)
     return f"{failure.rule}. {failure.remedy.replace('{host}', host.name)}"

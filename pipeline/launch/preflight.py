@@ -98,7 +98,7 @@ def check_with_hosts(draft: Draft, launcher: LauncherOptions) -> tuple[Draft, Ho
     """The draft again, for the devices that its hosts turn out to have, with the problems of the hosts."""
     asked = ask_job_hosts(draft, launcher)
     draft = check(draft.options, launcher, world=asked.world)
-    found = asked.judged(checkpoint_bytes(draft.job) if draft.job is not None else 0)
+    found = asked.with_problems(checkpoint_bytes(draft.job) if draft.job is not None else 0)
     draft.problems += [each.problem for each in found.problems]
     draft.problems += separate_folders(launcher, found.file_systems)
     if draft.errors:

@@ -25,7 +25,7 @@ from pipeline.cluster.forwarded_environment import deepspeed_env, forwarded
 from pipeline.cluster.launcher_options import LauncherOptions
 from pipeline.cluster.outcome import Outcome, clear_outcome, read_outcome, write_outcome
 from pipeline.job.world import World
-from pipeline.launch.host_check.ask import way_to_hosts
+from pipeline.launch.host_check.ask import remote_shell
 from pipeline.launch.host_check.host_check import NoAddress, launch_address
 from pipeline.launch.key_delivery import NotDelivered, deliver_key, withdraw_key
 from pipeline.launch.launcher_command import SCRIPT, Launch, plan_launch
@@ -73,16 +73,16 @@ def _key_file(world: World, options: LauncherOptions, coordinator: Coordinator) 
         with key_in_memory(coordinator.key) as path:
             yield path
         return
-    way = way_to_hosts(options.launcher, options.ssh_port)
+    shell = remote_shell(options.launcher, options.ssh_port)
     try:
-        path = deliver_key(world.hosts, way, coordinator.key)
+        path = deliver_key(world.hosts, shell, coordinator.key)
     except NotDelivered as error:
         raise NoAddress(str(error)) from error
     try:
         yield path
     finally:
         if not coordinator.world_is_here:  # the agents would have removed it then
-            withdraw_key(world.hosts, way, path)
+            withdraw_key(world.hosts, shell, path)
 
 
 def _coordinator(world: World, options: LauncherOptions, job_arguments: Sequence[str]) -> Coordinator:

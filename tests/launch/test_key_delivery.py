@@ -1,4 +1,4 @@
-"""How the key of a start comes to its hosts: the way's programs run here."""
+"""How the key of a start comes to its hosts: the programs of a remote shell run here."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def test_every_host_has_it_alone_and_no_command_line_does(folder: Path) -> None:
     """Three hosts that share the folder, of which each writes it. A shell's start-up file takes a line."""
     scripts = []
 
-    def way(host: Host, script: str) -> list[str]:
+    def shell(host: Host, script: str) -> list[str]:
         scripts.append(script)
         return local_command("read -r answer; " + script)
 
-    path = Path(deliver_key(HOSTS, way, "the-key"))
+    path = Path(deliver_key(HOSTS, shell, "the-key"))
     assert read_key(str(path)) == "the-key"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert list(folder.iterdir()) == [path]
@@ -67,18 +67,18 @@ def test_what_a_killed_start_left_is_removed_after_a_day(folder: Path) -> None:
 
 
 def test_a_start_without_all_its_agents_takes_it_away_again(folder: Path) -> None:
-    def way(host: Host, script: str) -> list[str]:
+    def shell(host: Host, script: str) -> list[str]:
         return local_command("sleep 60" if host.name == "h2" else script)
 
-    path = deliver_key(HOSTS[:1], way, "k")
+    path = deliver_key(HOSTS[:1], shell, "k")
     began = time.monotonic()
-    withdraw_key(HOSTS, way, path, seconds=0.5)
+    withdraw_key(HOSTS, shell, path, seconds=0.5)
     assert list(folder.iterdir()) == []
     assert time.monotonic() - began < 8
 
 
 def test_hosts_without_it_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def way(host: Host, script: str) -> list[str]:
+    def shell(host: Host, script: str) -> list[str]:
         if host.name == "h2":
             return local_command("echo 'ssh: connect to host h2 port 22: No route to host' >&2; exit 255")
         if host.name == "h3":
@@ -86,7 +86,7 @@ def test_hosts_without_it_are_named(folder: Path, monkeypatch: pytest.MonkeyPatc
         return local_command(script)
 
     with pytest.raises(NotDelivered) as caught:
-        deliver_key(HOSTS, way, "k")
+        deliver_key(HOSTS, shell, "k")
     first, second = str(caught.value).splitlines()
     assert first.startswith("h2: ") and "{host}" not in first
     assert second.startswith("h3: the key of this start cannot be left in") and "missing" in second

@@ -3,7 +3,7 @@
 here ──ssh──> probe on each host
      ───────> the question            1. facts, and a token in each folder       ─┐
      <─────── one line of JSON                                                     │ all have answered,
-     ───────> "go on"                 2. whose tokens are there? is rank 0's       │ or time is up
+     ───────> "continue"              2. whose tokens are there? is rank 0's       │ or time is up
      <─────── one line of JSON           port reached?                            ─┘
 
 The question goes through standard input, because it names all files of the data: an argument of a program may
@@ -28,7 +28,7 @@ from pipeline.job.world import Host
 from pipeline.launch.host_check.probe import MARK, REQUEST
 from pipeline.launch.host_check.session import (
     Failure,
-    Said,
+    Output,
     Session,
     close_all,
     failure_of,
@@ -81,10 +81,10 @@ class HostReport:
     """What one host answered.
 
     Attributes:
-        host: Whom it is about; its `slots` and `devices` are what the job wants.
+        host: The host; its `slots` and `devices` are what the job wants.
         facts: By name, as `pipeline.launch.host_check.probe.FACTS` gives them; empty without an answer.
         failure: Why there is no answer; None with one.
-        noise: What its shell printed unasked.
+        noise: What its shell printed at login.
         clock: Seconds by which its clock is ahead of this machine's, at least; 0 if they may agree.
         seen: Of each folder, the places in the host list of those whose tokens are there; the place after
             the last is this machine's.
@@ -104,7 +104,7 @@ class HostReport:
 
 @dataclass(frozen=True)
 class Answers:
-    """What was found out.
+    """The result of a survey of hosts.
 
     Attributes:
         here: The machine that asks, and starts the job.
@@ -117,25 +117,25 @@ class Answers:
     address: str = ""
 
 
-Way = Callable[[Host, str], list[str]]
+RemoteShell = Callable[[Host, str], list[str]]
 
 
-def way_to_hosts(launcher: str | None = None, ssh_port: int | None = None) -> Way:
-    """The command that runs a script on another host: as the launcher goes there."""
+def remote_shell(launcher: str | None = None, ssh_port: int | None = None) -> RemoteShell:
+    """The command that runs a script on another host: over the same connection as the launcher."""
     if launcher == "slurm":
         return lambda host, script: srun_command(host.name, script)
     return lambda host, script: remote_command(host.name, script, ssh_port)
 
 
 def ask_hosts(
-    hosts: Sequence[Host], question: Question, way: Way, seconds: float = ANSWER_SECONDS
+    hosts: Sequence[Host], question: Question, shell: RemoteShell, seconds: float = ANSWER_SECONDS
 ) -> Answers:
     """Ask all `hosts`, and this machine, in parallel; the answers after at most about `seconds`."""
     here = len(hosts)
     # The own answer comes first: where this machine is short of anything, hosts are named.
     asked = [(here, Host("here", 1)), *enumerate(hosts)]
     run, script = secrets.token_hex(4), _script(seconds)
-    talks: list[_Talk] = []
+    exchanges: list[_Exchange] = []
     room_for(len(asked))
     try:
         for index, host in asked:
@@ -143,51 +143,51 @@ def ask_hosts(
             if index == here and question.launch:
                 listens = 0
             request = {**asdict(replace(question, listen=listens)), "run": run, "index": index}
-            command = local_command(script) if index == here else way(host, script)
-            talks.append(_Talk(host, command, request))
-        talks.append(talks.pop(0))
+            command = local_command(script) if index == here else shell(host, script)
+            exchanges.append(_Exchange(host, command, request))
+        exchanges.append(exchanges.pop(0))
         deadline = time.monotonic() + seconds
-        for talk in talks:
-            talk.first_answer(deadline)
-        address = _rendezvous(question, talks)
-        _go_on(talks, address, question.launch)
+        for exchange in exchanges:
+            exchange.first_answer(deadline)
+        address = _rendezvous(question, exchanges)
+        _second_round(exchanges, address, question.launch)
     finally:
-        running = [talk for talk in talks if talk.session is not None]
-        said = close_all([talk.session for talk in running])
-        for talk, words in zip(running, said, strict=True):
-            talk.conclude(words)
-    return Answers(talks[-1].report, tuple(talk.report for talk in talks[:-1]), address)
+        running = [exchange for exchange in exchanges if exchange.session is not None]
+        said = close_all([exchange.session for exchange in running])
+        for exchange, words in zip(running, said, strict=True):
+            exchange.conclude(words)
+    return Answers(exchanges[-1].report, tuple(exchange.report for exchange in exchanges[:-1]), address)
 
 
-def _rendezvous(question: Question, talks: Sequence[_Talk]) -> str:
+def _rendezvous(question: Question, exchanges: Sequence[_Exchange]) -> str:
     """Where the first host is: as the user says, as ssh reached it, or by its name in the hostfile."""
-    first = talks[0].report
+    first = exchanges[0].report
     reached = first.facts.get("machine", {}).get("address")
     return question.address or reached or first.host.name.rpartition("@")[2]
 
 
-def _go_on(talks: Sequence[_Talk], address: str, launch: str) -> None:
-    """All have left their tokens, and the first one listens, if they do at all: let them look around."""
-    ports = [talk.report.facts.get("port") for talk in (talks[0], talks[-1])]
+def _second_round(exchanges: Sequence[_Exchange], address: str, launch: str) -> None:
+    """All have left their tokens, and the first one listens if it can: start the second round."""
+    ports = [exchange.report.facts.get("port") for exchange in (exchanges[0], exchanges[-1])]
     places = [(where, port) for where, port in zip((address, launch), ports, strict=True)]
     reached, reports = (place if isinstance(place[1], int) and place[0] else None for place in places)
     line = json.dumps({"reached": reached, "reports": reports})
-    for talk in talks:
-        talk.go_on(line)
+    for exchange in exchanges:
+        exchange.proceed(line)
     deadline = time.monotonic() + _SECOND_ANSWER_SECONDS
-    for talk in talks:
-        talk.second_answer(deadline)
+    for exchange in exchanges:
+        exchange.second_answer(deadline)
 
 
-class _Talk:
-    """The exchange with one host; its report grows as it goes on."""
+class _Exchange:
+    """The exchange with one host; its report is completed step by step."""
 
     def __init__(self, host: Host, command: Sequence[str], request: dict[str, Any]) -> None:
         self.report = HostReport(host, {})
         self._began = time.time()
         try:
             self.session: Session | None = Session(command, MARK)
-            self.session.say(f"{_ANSWERS_TO_PROMPTS}{REQUEST}{json.dumps(request)}")
+            self.session.send(f"{_ANSWERS_TO_PROMPTS}{REQUEST}{json.dumps(request)}")
         except OSError as error:
             self.session = None
             self.report = replace(self.report, failure=no_client(command[0], error))
@@ -200,18 +200,18 @@ class _Talk:
             ahead = min(0.0, began - self._began) or max(0.0, began - came)
             self.report = replace(self.report, facts=facts, clock=ahead)
 
-    def go_on(self, line: str) -> None:
+    def proceed(self, line: str) -> None:
         if self.session is not None and self.report.facts:
-            self.session.say(line)
+            self.session.send(line)
 
     def second_answer(self, deadline: float) -> None:
         if self.session is not None and self.report.facts and (answer := self.session.answer(deadline)):
             self.report = replace(self.report, **json.loads(answer[0]))
 
-    def conclude(self, said: Said) -> None:
+    def conclude(self, output: Output) -> None:
         """The connection is closed: a host that gave no answer gets its reason."""
-        failure = None if self.report.facts else failure_of(said)
-        self.report = replace(self.report, failure=failure, noise=said.noise.strip())
+        failure = None if self.report.facts else failure_of(output)
+        self.report = replace(self.report, failure=failure, noise=output.noise.strip())
 
 
 def _script(seconds: float) -> str:

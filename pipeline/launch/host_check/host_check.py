@@ -27,12 +27,12 @@ from pipeline.job.world import LOOPBACK, Host, World, is_this_machine
 from pipeline.launch.host_check.ask import (
     Answers,
     Question,
-    Way,
+    RemoteShell,
     ask_hosts,
-    way_to_hosts,
+    remote_shell,
 )
+from pipeline.launch.host_check.comparison import Check, Finding, Survey
 from pipeline.launch.host_check.inventory import HARDWARE, SOFTWARE, can_count, used_gpus
-from pipeline.launch.host_check.judge import Check, Survey, Wrong
 from pipeline.launch.host_check.session import local_command
 from pipeline.launch.host_check.system import SYSTEM, file_systems
 
@@ -64,7 +64,8 @@ class HostCheck:
     Attributes:
         world: The job's world with the devices that the hosts have.
         survey: Every answer.
-        problems: What is wrong, grouped by host where hosts have the same; until `judged`, with this machine.
+        problems: What is wrong, grouped by host where hosts have the same; before `with_problems`, this
+            machine's only.
         exported: Variables that the launch sets on every host; may be secrets.
     """
 
@@ -73,7 +74,7 @@ class HostCheck:
     problems: tuple[HostProblem, ...]
     exported: Mapping[str, str] = field(default_factory=dict)
 
-    def judged(self, output_bytes: int) -> HostCheck:
+    def with_problems(self, output_bytes: int) -> HostCheck:
         """With the hosts' problems, for a job that writes `output_bytes` at a time into its output folder."""
         survey = replace(self.survey, output_bytes=output_bytes)
         return replace(self, survey=survey, problems=(*self.problems, *host_problems(survey)))
@@ -126,7 +127,7 @@ def ask_job_hosts(
     exported = dict(forwarded({} if world.is_local else environ, files))
     launch, problems = _launch(world, launcher)
     question = replace(_question(draft, launcher, exported), launch=launch)
-    answers = ask_hosts(world.hosts, question, way_to(world, launcher))
+    answers = ask_hosts(world.hosts, question, shell_for(world, launcher))
     if (failure := answers.here.failure) is not None:
         remedy = failure.remedy.format(host="this machine")
         problems.append(Problem("hosts", "this machine", failure.rule, remedy))
@@ -176,11 +177,11 @@ def _absolute(paths: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(os.path.normpath(Path.cwd() / path) for path in paths))
 
 
-def way_to(world: World, launcher: LauncherOptions) -> Way:
+def shell_for(world: World, launcher: LauncherOptions) -> RemoteShell:
     """A job on this machine alone needs no ssh."""
     if world.is_local:
         return lambda host, script: local_command(script)
-    return way_to_hosts(launcher.launcher, launcher.ssh_port)
+    return remote_shell(launcher.launcher, launcher.ssh_port)
 
 
 def _launch(world: World, launcher: LauncherOptions) -> tuple[str, list[Problem]]:
@@ -268,12 +269,12 @@ def host_problems(survey: Survey, checks: Sequence[Check] = CHECKS) -> list[Host
             key = ("reachable", failure.kind, failure.rule, failure.remedy, "error")
             grouped[key].append(report.host.name)
     for check in checks:
-        for wrong in check.judge(survey):
+        for wrong in check.findings(survey):
             grouped[_group(check, wrong)].append(wrong.host)
     return [_problem(key, list(dict.fromkeys(hosts))) for key, hosts in grouped.items()]
 
 
-def _group(check: Check, wrong: Wrong) -> tuple:
+def _group(check: Check, wrong: Finding) -> tuple:
     """What hosts have in common that share a line."""
     remedy, severity = wrong.remedy or check.remedy, wrong.severity or check.severity
     return check.name, wrong.value, wrong.rule, remedy, severity

@@ -9,11 +9,11 @@ from typing import Any
 from pipeline.base.words import size
 from pipeline.cluster.devices import driver_needed
 from pipeline.launch.host_check.ask import HostReport
-from pipeline.launch.host_check.judge import (
+from pipeline.launch.host_check.comparison import (
     Check,
     Fault,
+    Finding,
     Survey,
-    Wrong,
     alike,
     alike_where_there,
     as_here,
@@ -29,7 +29,7 @@ SHARED_MEMORY_PER_RANK = 64 * 2**20
 FILES_PER_RANK, FILES_AT_LEAST = 16, 512
 
 
-def _same_user(check: Check, survey: Survey) -> Iterator[Wrong]:
+def _same_user(check: Check, survey: Survey) -> Iterator[Finding]:
     """A hostfile that names the user (user@host) says what is wanted."""
     return (wrong for wrong in as_here(check, survey) if "@" not in wrong.host)
 
@@ -55,16 +55,16 @@ def _cpu_build(report: HostReport, survey: Survey) -> Fault | None:
     return packages["torch"], "this build of torch cannot use the GPUs", remedy
 
 
-def _files(check: Check, survey: Survey) -> Iterator[Wrong]:
+def _files(check: Check, survey: Survey) -> Iterator[Finding]:
     """Ranks read the job's description themselves: each on its own host."""
     yield from _each_path(check, survey, "is read by every rank, and must be as on this machine")
 
 
-def _data(check: Check, survey: Survey) -> Iterator[Wrong]:
+def _data(check: Check, survey: Survey) -> Iterator[Finding]:
     yield from _each_path(check, survey, "is read by every rank, and must hold the same files")
 
 
-def _each_path(check: Check, survey: Survey, rule: str) -> Iterator[Wrong]:
+def _each_path(check: Check, survey: Survey, rule: str) -> Iterator[Finding]:
     if failed(survey.here, check.fact):
         return
     for report in survey.hosts:
@@ -73,7 +73,7 @@ def _each_path(check: Check, survey: Survey, rule: str) -> Iterator[Wrong]:
         found = report.facts[check.fact]
         for path, wanted in survey.here[check.fact].items():
             if found[path] != wanted:
-                yield Wrong(report.host.name, f"{path}: {_told(found[path])}", f"{rule} ({_told(wanted)})")
+                yield Finding(report.host.name, f"{path}: {_told(found[path])}", f"{rule} ({_told(wanted)})")
 
 
 def _told(found: Any) -> str:
@@ -134,7 +134,7 @@ def _uncounted(report: HostReport, survey: Survey) -> Fault | None:
     return "no nvidia-smi", rule, "Put nvidia-smi on the PATH of ssh logins", "warning"
 
 
-def _mixed(check: Check, survey: Survey) -> Iterator[Wrong]:
+def _mixed(check: Check, survey: Survey) -> Iterator[Finding]:
     """The slowest GPU sets the pace, and the smallest memory the batch."""
     kinds = {
         report.host.name: " + ".join(sorted({gpu["name"] for gpu in used_gpus(report)}))
@@ -145,7 +145,7 @@ def _mixed(check: Check, survey: Survey) -> Iterator[Wrong]:
     for name, kind in kinds.items():
         if kind != most or " + " in kind:
             rule = f"other GPUs than elsewhere ({most}): the slowest sets the pace, the smallest the batch"
-            yield Wrong(name, kind, rule, "Use hosts and slots of one kind: --include", "warning")
+            yield Finding(name, kind, rule, "Use hosts and slots of one kind: --include", "warning")
 
 
 def _old_driver(report: HostReport, survey: Survey) -> Fault | None:

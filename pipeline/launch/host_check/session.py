@@ -1,9 +1,8 @@
-"""A program on a host of the job, spoken with line by line: over ssh, as the launcher goes, or here.
+"""A program on a host of the job that is exchanged lines with: over ssh, as the launcher does, or locally.
 
 Nothing here ever asks the user: ssh gets BatchMode, so that it fails where it would prompt, and no option
-that accepts a host key. Which keys are trusted is the user's own configuration.
-Why a host could not be reached is found in what ssh
-printed, with the remedy for each cause.
+that accepts a host key. Which keys are trusted is the user's own configuration. Why a host could
+not be reached is found in what ssh printed, with the remedy for each cause.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ _DESCRIPTORS_BESIDE = 128
 
 
 @dataclass(frozen=True)
-class Said:
-    """What a program has said beside its answers.
+class Output:
+    """What a program has printed beside its answers.
 
     Attributes:
         noise: Standard output that was no answer, such as the words of a shell's start-up file.
@@ -66,7 +65,7 @@ class Session:
         self._answers: queue.Queue[tuple[str, float] | None] = queue.Queue()
         self._noise: list[str] = []
         self._errors: list[str] = []
-        self._unsaid: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._unsent: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._ended = False
         # A session of its own: the terminal's Ctrl-C reaches the caller, which then closes this.
         self._process = subprocess.Popen(
@@ -84,7 +83,7 @@ class Session:
     def _write_lines(self, stream: IO[str]) -> None:
         # A broken pipe: the program's end is seen where the next answer is missed.
         with contextlib.suppress(OSError), stream:
-            while (line := self._unsaid.get()) is not None:
+            while (line := self._unsent.get()) is not None:
                 stream.write(line + "\n")
                 stream.flush()
 
@@ -121,14 +120,14 @@ class Session:
         """Whether all of its output has been read, and there will be no more."""
         return self._ended
 
-    def say(self, line: str) -> None:
-        """Send one line, of any length. A host that does not read holds nobody up; a program that has ended
-        does not mind."""
-        self._unsaid.put(line)
+    def send(self, line: str) -> None:
+        """Send one line, of any length. Never blocks: lines to a host that does not read are queued, those
+        to a program that has ended are dropped."""
+        self._unsent.put(line)
 
     def end_input(self) -> None:
         """Ask for its end."""
-        self._unsaid.put(None)
+        self._unsent.put(None)
 
     def await_end(self, deadline: float) -> None:
         """Wait until `deadline` (of time.monotonic), and kill what is left on this side."""
@@ -138,14 +137,14 @@ class Session:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
-    def said(self, deadline: float) -> Said:
-        """What it has said, when it has ended; a process of its own that holds its output is waited for until
+    def output(self, deadline: float) -> Output:
+        """What it has printed, once it has ended; a child that holds its output open is waited for until
         `deadline`."""
         self._process.wait()
         for reader in self._readers:
             reader.join(max(0.0, deadline - time.monotonic()))
         code = self._process.returncode if self._ended else None
-        return Said("".join(self._noise), "".join(self._errors), code)
+        return Output("".join(self._noise), "".join(self._errors), code)
 
 
 def remote_command(host: str, script: str, ssh_port: int | None = None) -> list[str]:
@@ -166,7 +165,7 @@ def local_command(script: str) -> list[str]:
     return ["sh", "-c", script]
 
 
-def close_all(sessions: Sequence[Session]) -> list[Said]:
+def close_all(sessions: Sequence[Session]) -> list[Output]:
     """End their input, wait shortly for their end, and kill those that are left. All have the same time: a
     hundred that hang take no longer than one."""
     for session in sessions:
@@ -175,11 +174,11 @@ def close_all(sessions: Sequence[Session]) -> list[Said]:
     for session in sessions:
         session.await_end(deadline)
     deadline = time.monotonic() + _GRACE_SECONDS
-    return [session.said(deadline) for session in sessions]
+    return [session.output(deadline) for session in sessions]
 
 
 def room_for(sessions: int) -> None:
-    """Let so many run at once."""
+    """Raise the limit of open files so that this many can run at once."""
     make_room(_DESCRIPTORS * sessions + _DESCRIPTORS_BESIDE)
 
 
@@ -285,18 +284,18 @@ def no_client(program: str, error: OSError) -> Failure:
     return Failure(f"no {program}", f"this machine cannot start {program}: {error.strerror}", remedy)
 
 
-def failure_of(said: Said) -> Failure:
+def failure_of(output: Output) -> Failure:
     """The cause of a missing answer."""
-    if said.return_code is None:
+    if output.return_code is None:
         return NO_ANSWER
-    last = said.errors.strip().splitlines()[-1:] or said.noise.strip().splitlines()[-1:] or ["nothing"]
-    if slurm := re.search(r"srun: error: (.+)", said.errors):
+    last = output.errors.strip().splitlines()[-1:] or output.noise.strip().splitlines()[-1:] or ["nothing"]
+    if slurm := re.search(r"srun: error: (.+)", output.errors):
         remedy = "See sinfo and squeue: the host must be up, and free or in this allocation"
         return Failure("srun failed", f"Slurm starts nothing there ({slurm[1][:200]})", remedy)
-    if said.return_code != _SSH_FAILED:
-        rule = f"the login works, but the check does not run there (it says: {last[0].strip()[:200]})"
+    if output.return_code != _SSH_FAILED:
+        rule = f"the login works, but the check does not run there (it printed: {last[0].strip()[:200]})"
         return Failure("no check", rule, "Try `ssh {host} python3 -V`; its shell must run commands")
     for pattern, failure in _CAUSES:
-        if re.search(pattern, said.errors):
+        if re.search(pattern, output.errors):
             return failure
-    return Failure("ssh failed", f"ssh failed (it says: {last[0].strip()[:200]})", "Try `ssh {host} true`")
+    return Failure("ssh failed", f"ssh failed (it printed: {last[0].strip()[:200]})", "Try `ssh {host} true`")

@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.base.words import few, size
 from pipeline.launch.host_check.ask import HostReport
-from pipeline.launch.host_check.judge import Check, Fault, Survey, Wrong, each, failed, known
+from pipeline.launch.host_check.comparison import Check, Fault, Finding, Survey, each, failed, known
 
 # Logs of hosts whose clocks differ by more cannot be read side by side; object stores refuse requests that
 # are minutes off.
@@ -34,7 +34,7 @@ def _folder_test(report: HostReport, survey: Survey) -> Fault | None:
     return None
 
 
-def _nearest(check: Check, survey: Survey) -> Iterator[Wrong]:
+def _nearest(check: Check, survey: Survey) -> Iterator[Finding]:
     """A mount that is missing on one host shows in the folder above it."""
     for path in survey.here["folders"] if not failed(survey.here, "folders") else ():
         nearest = {each.host.name: each.facts["folders"][path]["nearest"] for each in known(check, survey)}
@@ -42,7 +42,9 @@ def _nearest(check: Check, survey: Survey) -> Iterator[Wrong]:
         for name, found in nearest.items():
             if len(found) < len(deepest):
                 rule = f"the nearest folder that exists there is {found}, and {deepest} elsewhere"
-                yield Wrong(name, path, rule, "See whether a file system is not mounted on {host}", "warning")
+                yield Finding(
+                    name, path, rule, "See whether a file system is not mounted on {host}", "warning"
+                )
 
 
 def _show_folders(found: dict[str, Any]) -> str:
@@ -59,7 +61,7 @@ def file_systems(survey: Survey) -> list[list[str]]:
     return list(groups.values())
 
 
-def _partly_shared(check: Check, survey: Survey) -> Iterator[Wrong]:
+def _partly_shared(check: Check, survey: Survey) -> Iterator[Finding]:
     groups = file_systems(survey)
     if len(groups) < 2 or all(len(group) == 1 for group in groups):
         return
@@ -67,7 +69,7 @@ def _partly_shared(check: Check, survey: Survey) -> Iterator[Wrong]:
     for group in groups:
         if group is not largest:
             for name in group:
-                yield Wrong(name, "its own", f"the output folder of {few(largest)} is another file system")
+                yield Finding(name, "its own", f"the output folder of {few(largest)} is another file system")
 
 
 def _show_sharing(report: HostReport) -> str:
@@ -119,17 +121,17 @@ def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def _port(check: Check, survey: Survey) -> Iterator[Wrong]:
+def _port(check: Check, survey: Survey) -> Iterator[Finding]:
     """The first host must be free to listen, and all must come through to it."""
     first = survey.answers.hosts[0]
     port = first.facts.get("port")
     if isinstance(port, str):
         remedy = "Give another port with --master_port, or end the job that listens there"
-        yield Wrong(first.host.name, port, "rank 0 cannot listen on the port of the rendezvous", remedy)
+        yield Finding(first.host.name, port, "rank 0 cannot listen on the port of the rendezvous", remedy)
     for report in known(check, survey):
         if report.reached is not None:
             rule = f"it does not reach rank 0 at {survey.answers.address}, port {port}"
-            yield Wrong(report.host.name, report.reached, rule)
+            yield Finding(report.host.name, report.reached, rule)
 
 
 def _reports(report: HostReport, survey: Survey) -> Fault | None:
@@ -146,13 +148,13 @@ def _show_reach(report: HostReport) -> str:
     return "not reached" if report.reached else ""
 
 
-def _one_machine(check: Check, survey: Survey) -> Iterator[Wrong]:
+def _one_machine(check: Check, survey: Survey) -> Iterator[Finding]:
     named: dict[tuple[str, str], list[str]] = defaultdict(list)
     for report in known(check, survey):
         named[report.facts["machine"]["host"], report.facts["machine"]["boot"]].append(report.host.name)
     for (own, _), names in named.items():
         for name in names[1:]:
-            yield Wrong(name, own, f"is the same machine as {names[0]}: its devices would be used twice")
+            yield Finding(name, own, f"is the same machine as {names[0]}: its devices would be used twice")
 
 
 def _noise(report: HostReport, survey: Survey) -> Fault | None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from pipeline.job.resolve import PROJECT
 from pipeline.job.world import World
-from pipeline.launch.host_check.ask import Way
+from pipeline.launch.host_check.ask import RemoteShell
 from pipeline.launch.host_check.session import Session, close_all, failure_of, room_for
 from pipeline.launch.network_test.host import MARK
 
@@ -53,7 +53,7 @@ class NetworkTest:
 
 def run_network_test(
     world: World,
-    way: Way,
+    shell: RemoteShell,
     addresses: Sequence[str],
     port: int,
     environment: Mapping[str, str],
@@ -62,7 +62,7 @@ def run_network_test(
     """Try every link of `world`; ends after at most about `seconds`, and leaves no process behind.
 
     Args:
-        way: How hosts are reached.
+        shell: How hosts are reached.
         addresses: Of each host, as the others reach it.
         port: Of the ranks' rendezvous on the first host.
         environment: Variables for the ranks.
@@ -77,9 +77,9 @@ def run_network_test(
     room_for(len(world.hosts))
     try:
         for host in world.hosts:
-            sessions.append(Session(way(host, script), MARK))
+            sessions.append(Session(shell(host, script), MARK))
         for number, session in enumerate(sessions):
-            session.say(json.dumps(_request(world, number, addresses[0], port, environment, seconds)))
+            session.send(json.dumps(_request(world, number, addresses[0], port, environment, seconds)))
         if _connect(found, sessions, addresses) and not found.unreached:
             _measure(found, sessions, deadline)
     finally:
@@ -118,7 +118,7 @@ def _connect(found: NetworkTest, sessions: Sequence[Session], addresses: Sequenc
     found.loads = {answer["host"]: answer["load"] for answer in ports}
     hosts = [(address, answer["port"]) for address, answer in zip(addresses, ports, strict=True)]
     for session in sessions:
-        session.say(json.dumps({"hosts": hosts}))
+        session.send(json.dumps({"hosts": hosts}))
     answers = _answers(found, sessions)
     for answer in answers:
         reasons = {int(number): reason for number, reason in answer["unreached"].items()}
@@ -142,7 +142,7 @@ def _measure(found: NetworkTest, sessions: Sequence[Session], deadline: float) -
     """Start the ranks and take down what they say, until all have ended or one has failed."""
     found.started = True
     for session in sessions:
-        session.say("{}")
+        session.send("{}")
     while any(not session.ended for session in sessions) and time.monotonic() < deadline:
         for session in sessions:
             while not session.ended and (answer := session.answer(0.0)) is not None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from pipeline.job.world import Host
 from pipeline.launch.host_check.ask import Answers, HostReport
-from pipeline.launch.host_check.judge import Survey
+from pipeline.launch.host_check.comparison import Survey
 
 GIB = 2**30
 GPU = {

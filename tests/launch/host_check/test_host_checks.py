@@ -15,6 +15,7 @@ from pipeline.job.resolve import examine
 from pipeline.job.world import Host, World
 from pipeline.launch.host_check import host_check
 from pipeline.launch.host_check.ask import Answers, HostReport, Question
+from pipeline.launch.host_check.comparison import Survey
 from pipeline.launch.host_check.host_check import (
     CHECKS,
     HostCheck,
@@ -24,7 +25,6 @@ from pipeline.launch.host_check.host_check import (
     world_found,
 )
 from pipeline.launch.host_check.inventory import HARDWARE
-from pipeline.launch.host_check.judge import Survey
 from pipeline.launch.host_check.session import no_client
 from pipeline.launch.host_check.system import file_systems
 from tests.launch.host_check.host_facts import FACTS, GIB, GPU, facts, report, survey

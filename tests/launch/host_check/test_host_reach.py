@@ -14,10 +14,10 @@ import pytest
 
 from pipeline.job.world import Host
 from pipeline.launch.host_check import session as session_module
-from pipeline.launch.host_check.ask import Question, ask_hosts, way_to_hosts
+from pipeline.launch.host_check.ask import Question, ask_hosts, remote_shell
 from pipeline.launch.host_check.probe import REQUEST, TOKEN
 from pipeline.launch.host_check.session import (
-    Said,
+    Output,
     Session,
     close_all,
     failure_of,
@@ -51,18 +51,18 @@ SSH_SAYS = [
 
 @pytest.mark.parametrize(("errors", "kind"), SSH_SAYS)
 def test_the_cause_is_told_from_what_ssh_says(errors: str, kind: str) -> None:
-    failure = failure_of(Said("", errors + "\n", 255))
+    failure = failure_of(Output("", errors + "\n", 255))
     assert failure.kind == kind
     assert failure.rule and failure.remedy
 
 
 def test_what_is_not_ssh_itself() -> None:
-    assert failure_of(Said("", "", None)).kind == "no answer"
-    failure = failure_of(Said("", "there is no Python\n", 127))
+    assert failure_of(Output("", "", None)).kind == "no answer"
+    failure = failure_of(Output("", "there is no Python\n", 127))
     assert failure.kind == "no check" and "there is no Python" in failure.rule
-    failure = failure_of(Said("", "srun: error: Unable to allocate resources: Invalid node name\n", 1))
+    failure = failure_of(Output("", "srun: error: Unable to allocate resources: Invalid node name\n", 1))
     assert failure.kind == "srun failed" and "Invalid node name" in failure.rule
-    failure = failure_of(Said("This account is currently not available.\n", "", 1))
+    failure = failure_of(Output("This account is currently not available.\n", "", 1))
     assert "not available" in failure.rule
 
 
@@ -75,8 +75,8 @@ def test_ssh_never_prompts_and_accepts_no_key() -> None:
 
 def test_slurm_is_another_way() -> None:
     assert srun_command("u@h2", "true")[-4:] == ["--nodelist=h2", "sh", "-c", "unset SSH_CONNECTION; true"]
-    assert way_to_hosts("slurm")(Host("h2", 1), "true")[0] == "srun"
-    assert way_to_hosts("openmpi", 2222)(Host("h2", 1), "true")[0] == "ssh"
+    assert remote_shell("slurm")(Host("h2", 1), "true")[0] == "srun"
+    assert remote_shell("openmpi", 2222)(Host("h2", 1), "true")[0] == "ssh"
 
 
 def session(script: str) -> Session:
@@ -87,7 +87,7 @@ def test_answers_are_told_from_noise() -> None:
     talk = session("echo hello; printf 'half MARK:one\\n'; read line; echo MARK:$line; echo bad >&2; cat")
     deadline = time.monotonic() + 10
     assert talk.answer(deadline)[0] == "one"
-    talk.say("two")
+    talk.send("two")
     text, came = talk.answer(deadline)
     assert text == "two" and abs(came - time.time()) < 5
     (said,) = close_all([talk])
@@ -144,9 +144,9 @@ def _words(process: psutil.Process) -> list[str]:
         return []
 
 
-def ask(tmp_path: Path, way, **changes):
+def ask(tmp_path: Path, shell, **changes):
     values = {"project": str(tmp_path), "cwd": str(tmp_path), "folders": (str(tmp_path / "run"),), **changes}
-    return ask_hosts([Host("h1", 1), Host("h2", 1)], Question(**values), way, seconds=10)
+    return ask_hosts([Host("h1", 1), Host("h2", 1)], Question(**values), shell, seconds=10)
 
 
 def here(host: Host, script: str) -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.job.world import Host
-from pipeline.launch.host_check.ask import Question, ask_hosts, way_to_hosts
+from pipeline.launch.host_check.ask import Question, ask_hosts, remote_shell
 from tests.hosts import Hosts
 from tests.hosts.slurm import start_slurm, why_no_slurm
 
@@ -154,7 +154,7 @@ def test_a_host_that_never_answers_is_given_up(make_hosts) -> None:
 
 def ask_once() -> None:
     """On the login host: print why h1 gave no answer."""
-    answers = ask_hosts([Host("h1", 1)], Question("/", "/"), way_to_hosts(), seconds=2)
+    answers = ask_hosts([Host("h1", 1)], Question("/", "/"), remote_shell(), seconds=2)
     print(answers.hosts[0].failure.kind)
 
 

@@ -1,4 +1,4 @@
-"""The parts that the table of host checks is made of: what a check is, and how hosts are compared."""
+"""What the table of host checks is made of: a check, and how hosts are compared."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Survey:
 
 
 @dataclass(frozen=True)
-class Wrong:
+class Finding:
     """What is wrong with one host. A remedy or severity of None is the check's own; {host} is the host."""
 
     host: str
@@ -59,7 +59,7 @@ class Wrong:
 
 # Value and rule, then remedy and severity where they are not the check's.
 Fault = tuple[str | None, ...]
-Judge = Callable[["Check", Survey], Iterable[Wrong]]
+Test = Callable[["Check", Survey], Iterable[Finding]]
 
 
 @dataclass(frozen=True)
@@ -70,15 +70,15 @@ class Check:
         name: As printed.
         fact: The fact of the probe that it is about; "" for one about the exchange itself.
         show: A host's value in the table, "" for none, from that fact (from the report if `fact` is "").
-        judges: Say what is wrong.
+        tests: Say what is wrong.
         remedy: What to do about it.
-        severity: Of what its judges find.
+        severity: Of what its tests find.
     """
 
     name: str
     fact: str
     show: Callable[[Any], str]
-    judges: tuple[Judge, ...]
+    tests: tuple[Test, ...]
     remedy: str
     severity: Severity = "error"
 
@@ -88,14 +88,16 @@ class Check:
             return self.show(report)
         return "unknown" if failed(report.facts, self.fact) else self.show(report.facts[self.fact])
 
-    def judge(self, survey: Survey) -> Iterator[Wrong]:
+    def findings(self, survey: Survey) -> Iterator[Finding]:
         """Everything that is wrong. A fact that a host could not find out is a warning of its own."""
         for report in survey.hosts:
             if self.fact and (reason := failed(report.facts, self.fact)):
                 remedy = "Look on {host} yourself"
-                yield Wrong(report.host.name, "unknown", f"cannot be found out ({reason})", remedy, "warning")
-        for judge in self.judges:
-            yield from judge(self, survey)
+                yield Finding(
+                    report.host.name, "unknown", f"cannot be found out ({reason})", remedy, "warning"
+                )
+        for test in self.tests:
+            yield from test(self, survey)
 
 
 def failed(facts: Mapping[str, Any], fact: str) -> str | None:
@@ -111,28 +113,28 @@ def known(check: Check, survey: Survey) -> Iterator[HostReport]:
             yield report
 
 
-def as_here(check: Check, survey: Survey) -> Iterator[Wrong]:
+def as_here(check: Check, survey: Survey) -> Iterator[Finding]:
     """Every host must have what the machine has that starts the job."""
     if failed(survey.here, check.fact):
         return
     here = check.show(survey.here[check.fact])
     for report in known(check, survey):
         if (value := check.value(report)) != here:
-            yield Wrong(report.host.name, value, f"must be {here or 'absent'}, as on this machine")
+            yield Finding(report.host.name, value, f"must be {here or 'absent'}, as on this machine")
 
 
-def alike(check: Check, survey: Survey) -> Iterator[Wrong]:
+def alike(check: Check, survey: Survey) -> Iterator[Finding]:
     """All hosts must have the same: what this machine has, if one of them has that, else what most have."""
     return _compare(check, survey, {report.host.name: check.value(report) for report in known(check, survey)})
 
 
-def alike_where_there(check: Check, survey: Survey) -> Iterator[Wrong]:
+def alike_where_there(check: Check, survey: Survey) -> Iterator[Finding]:
     """The same, among the hosts that have the thing at all."""
     values = {report.host.name: check.value(report) for report in known(check, survey)}
     return _compare(check, survey, {name: value for name, value in values.items() if value})
 
 
-def _compare(check: Check, survey: Survey, values: Mapping[str, str]) -> Iterator[Wrong]:
+def _compare(check: Check, survey: Survey, values: Mapping[str, str]) -> Iterator[Finding]:
     if len(set(values.values())) < 2:
         return
     here = check.value(survey.answers.here)
@@ -140,15 +142,15 @@ def _compare(check: Check, survey: Survey, values: Mapping[str, str]) -> Iterato
     others = [name for name, value in values.items() if value == most]
     for name, value in values.items():
         if value != most:
-            yield Wrong(name, value or "none", f"must be {most or 'absent'}, as on {few(others)}")
+            yield Finding(name, value or "none", f"must be {most or 'absent'}, as on {few(others)}")
 
 
-def each(test: Callable[[HostReport, Survey], Fault | None]) -> Judge:
-    """Every host is judged by itself."""
+def each(test: Callable[[HostReport, Survey], Fault | None]) -> Test:
+    """Each host is tested by itself."""
 
-    def judge(check: Check, survey: Survey) -> Iterator[Wrong]:
+    def test_each(check: Check, survey: Survey) -> Iterator[Finding]:
         for report in known(check, survey):
             if fault := test(report, survey):
-                yield Wrong(report.host.name, *fault)
+                yield Finding(report.host.name, *fault)
 
-    return judge
+    return test_each
