@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipeline.base.fields import check
 from pipeline.base.problems import JobError, Problem, job_error
 from pipeline.base.words import did_you_mean
-from pipeline.model.config import ModelConfig, checked
+from pipeline.model.config import ModelConfig, RopeScaling, checked, scaling_problems
 
 # Fields that do not touch the training computation: bookkeeping, generation, heads for other tasks.
 # fmt: off
@@ -283,8 +284,8 @@ def _rotary(fields: _Fields, **sizes: Any) -> ModelConfig:
         name=fields.source,
         head_dim=head_dim,
         position="rotary",
-        rope_theta=_rope_theta(fields),
         attention_dropout=fields.number("attention_dropout", 0.0),
+        **_rope(fields),
         **sizes,
     )
 
@@ -311,29 +312,43 @@ def _full_attention_only(fields: _Fields) -> None:
         fields.refuse("layer_types", types, f"is not supported: {rule}", remedy)
 
 
-def _rope_theta(fields: _Fields) -> float:
-    """The base frequency, at the top (older files) or among the rotary parameters; rescaling is refused."""
+def _rope(fields: _Fields) -> dict[str, Any]:
+    """Base frequency and rescaling. The first stands at the top (older files) or among the parameters."""
     theta = fields.number("rope_theta", 10000.0)
-    scaling, parameters = fields.get("rope_scaling", None), fields.get("rope_parameters", None)
-    name, given = ("rope_scaling", scaling) if scaling else ("rope_parameters", parameters)
+    older, parameters = fields.get("rope_scaling", None), fields.get("rope_parameters", None)
+    name, given = ("rope_scaling", older) if older else ("rope_parameters", parameters)
     if not given:
-        return theta
-    if not isinstance(given, dict) or not _plain_rotary(given):
-        rule = "is not supported: only the default rotary frequencies over the whole head are built"
-        fields.refuse(name, given, rule, "Use a model without rope scaling")
-        return theta
-    return float(given.get("rope_theta", theta))
+        return {"rope_theta": theta}
+    if not isinstance(given, dict):
+        fields.refuse(name, given, "must be an object {...}", "Correct the value")
+        return {"rope_theta": theta}
+    given = {key: value for key, value in given.items() if value is not None}
+    if given.get("partial_rotary_factor", 1) != 1:
+        rule = REQUIRED_VALUES["partial_rotary_factor"][1]
+        fields.unsupported(f"{name}.partial_rotary_factor", given["partial_rotary_factor"], rule, 1.0)
+    inner = _Fields({f"{name}.{key}": value for key, value in given.items()}, fields.source)
+    theta = inner.number(f"{name}.rope_theta", theta)
+    fields.problems += inner.problems
+    return {"rope_theta": theta, "rope_scaling": _rope_scaling(fields, name, given)}
 
 
-def _plain_rotary(parameters: dict[str, Any]) -> bool:
-    """Whether rotary parameters hold a base frequency and nothing that changes the formula."""
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    known = parameters.keys() <= {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
-    theta = parameters.get("rope_theta", 1.0)
-    number = isinstance(theta, (int, float)) and not isinstance(theta, bool)
-    return known and number and kind == "default" and parameters.get("partial_rotary_factor", 1) in (None, 1)
+def _rope_scaling(fields: _Fields, name: str, given: dict[str, Any]) -> RopeScaling | None:
+    """The rescaling that the parameters of rotary positions ask for; None for plain ones, or wrong ones."""
+    values = {key: value for key, value in given.items() if key not in _NOT_OF_SCALING}
+    values["rope_type"] = kind = given.get("rope_type", given.get("type", "default"))
+    if kind == "default" and len(values) == 1:
+        return None
+    place = f"{fields.source}: {name}"
+    if problems := list(check(RopeScaling, values, lambda key: f"{place}.{key}")):
+        fields.problems += problems
+        return None
+    scaling = RopeScaling(**values)
+    fields.problems += scaling_problems(scaling, place)
+    return scaling
 
 
+# Of the parameters of rotary positions: the base frequency, an older name of rope_type, and what must be 1.
+_NOT_OF_SCALING = ("rope_theta", "type", "partial_rotary_factor")
 KINDS: dict[str, Callable[[_Fields], ModelConfig]] = {
     "gpt2": _gpt2,
     "llama": _llama,

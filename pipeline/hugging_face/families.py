@@ -155,6 +155,7 @@ def _rotary(model: ModelConfig) -> dict[str, Any]:
         "intermediate_size": model.ffn_hidden_size,
         "max_position_embeddings": model.max_position_embeddings,
         "rope_theta": model.rope_theta,
+        **({"rope_scaling": model.rope_scaling.to_json()} if model.rope_scaling else {}),
         "attention_dropout": model.attention_dropout,
     }
 

@@ -153,6 +153,7 @@ def model_line(model: ModelConfig) -> str:
     return (
         f"{count:,} parameters{padding if padded != count else ''}; {model.num_layers} layers, width "
         f"{model.hidden_size}, {heads}, feed-forward {model.ffn_hidden_size}, {model.position} positions"
+        f"{f', rescaled ({model.rope_scaling.rope_type})' if model.rope_scaling else ''}"
     )
 
 

@@ -34,7 +34,7 @@ def identity(options: Options, model: ModelConfig, sequence_length: int, tokeniz
     Args:
         tokenizer: Its own identity, so that the same one may lie in another folder.
     """
-    sizes = {f"model.{key}": value for key, value in asdict(model).items() if key != "name"}
+    sizes = {f"model.{key}": value for key, value in model.to_json().items() if key != "name"}
     return {
         **sizes,
         "tokenizer": tokenizer,
@@ -117,7 +117,7 @@ def run_json(job: Job) -> dict[str, Any]:
         "deepspeed": job.deepspeed,
         "resolved": {note.key: note.value for note in job.resolved},
         "notes": [str(problem) for problem in job.problems],
-        "model": asdict(job.model),
+        "model": job.model.to_json(),
         "layout": {**asdict(job.mesh), "zero_stage": job.zero_stage, "stages": list(job.stages)},
         "batch": asdict(job.batch),
         "precision": asdict(job.precision),

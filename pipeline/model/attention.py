@@ -16,7 +16,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from pipeline.model.config import ModelConfig
-from pipeline.model.modules import RMSNorm, Rotary
+from pipeline.model.modules import RMSNorm
+from pipeline.model.rotary import Rotary
 from pipeline.parallel import ulysses
 from pipeline.parallel.documents import DocumentLayout
 from pipeline.parallel.dropout import keep_mask

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from math import inf
 from typing import Annotated, Any, Literal
 
 from pipeline.base.fields import Limits, check, range_problems
@@ -14,6 +16,58 @@ VOCAB_MULTIPLE = 128
 Size = Annotated[int, Limits(1)]
 Positive = Annotated[float, Limits(0, above=True)]
 Rate = Annotated[float, Limits(0, 1, below=True)]
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary positions are rescaled, in the words of transformers' ``rope_scaling``.
+
+    Attributes:
+        rope_type: The formula (`pipeline.model.rotary`).
+        factor: How much longer sequences may be than those of the first training.
+        original_max_position_embeddings: The longest of these; None: the model's max_position_embeddings.
+        low_freq_factor, high_freq_factor: Of llama3: pairs that turn fewer or more times in that length.
+        attention_factor: Of yarn: multiplies rotated queries and keys; None: follows from the others.
+        beta_fast, beta_slow: Of yarn: as high_freq_factor and low_freq_factor; None: 32 and 1.
+        mscale, mscale_all_dim: Of yarn: weights of log(factor) in the attention factor, where both are set.
+        truncate: Of yarn: the bounds are whole pairs; None: they are.
+    """
+
+    rope_type: Literal["linear", "dynamic", "llama3", "yarn"]
+    factor: Annotated[float, Limits(1, inf)]
+    original_max_position_embeddings: Size | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    attention_factor: Positive | None = None
+    beta_fast: Positive | None = None
+    beta_slow: Positive | None = None
+    mscale: Annotated[float, Limits(0)] | None = None
+    mscale_all_dim: Annotated[float, Limits(0)] | None = None
+    truncate: bool | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """What is set, as plain JSON values."""
+        return _set(asdict(self))
+
+
+# Beside rope_type and factor: what each formula needs, and what else it reads.
+SCALINGS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
+    "linear": (frozenset(), frozenset()),
+    "dynamic": (frozenset(), frozenset()),
+    "llama3": (
+        frozenset(("low_freq_factor", "high_freq_factor")),
+        frozenset(("original_max_position_embeddings",)),
+    ),
+    "yarn": (
+        frozenset(),
+        frozenset(
+            (
+                *("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
+                *("mscale", "mscale_all_dim", "truncate"),
+            )
+        ),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -32,6 +86,7 @@ class ModelConfig:
         max_position_embeddings: Longest sequence the position table or rotary range is made for.
         position: ``learned`` table, or ``rotary`` (rotate-half pairing, as Llama).
         rope_theta: Base of the rotary frequencies.
+        rope_scaling: How these are rescaled; None: they are not.
         norm: ``layernorm`` (weight and bias) or ``rmsnorm`` (weight).
         norm_eps: Epsilon inside the norm.
         activation: ``gelu`` (exact), ``gelu_tanh`` (GPT-2's approximation) or ``swiglu``.
@@ -56,6 +111,7 @@ class ModelConfig:
     max_position_embeddings: Size
     position: Literal["learned", "rotary"] = "learned"
     rope_theta: Positive = 10000.0
+    rope_scaling: RopeScaling | None = None
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_eps: Positive = 1e-5
     activation: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu_tanh"
@@ -73,8 +129,17 @@ class ModelConfig:
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
     def to_json(self) -> dict[str, Any]:
-        """All fields as plain JSON values; `model_from_json` reads them back."""
-        return asdict(self)
+        """All fields that are set, as plain JSON values; `model_from_json` reads them back."""
+        return _set(asdict(self))
+
+
+def _set(values: dict[str, Any]) -> dict[str, Any]:
+    """Without what is None, in objects too: descriptions from before a field compare with those after it."""
+    return {
+        key: _set(value) if isinstance(value, dict) else value
+        for key, value in values.items()
+        if value is not None
+    }
 
 
 def model_from_json(values: dict[str, Any], source: str = "model") -> ModelConfig:
@@ -87,7 +152,10 @@ def model_from_json(values: dict[str, Any], source: str = "model") -> ModelConfi
     problems = list(check(ModelConfig, values, lambda key: f"{source}: {key}"))
     if problems:
         raise JobError(problems)
-    return checked(ModelConfig(**values), source)
+    scaling = values.pop("rope_scaling", None)
+    return checked(
+        ModelConfig(**values, rope_scaling=None if scaling is None else RopeScaling(**scaling)), source
+    )
 
 
 def checked(model: ModelConfig, source: str) -> ModelConfig:
@@ -105,7 +173,37 @@ def checked(model: ModelConfig, source: str) -> ModelConfig:
 def size_problems(model: ModelConfig, source: str) -> tuple[Problem, ...]:
     """Everything that makes the sizes of `model` impossible, whatever the layout."""
     out_of_range = tuple(range_problems(model, lambda key: f"{source}: {key}"))
-    return out_of_range or _divisibility_problems(model, source)
+    return out_of_range or (*_divisibility_problems(model, source), *_scaling_problems(model, source))
+
+
+def _scaling_problems(model: ModelConfig, source: str) -> Iterator[Problem]:
+    """What is wrong with the rescaling of a model's rotary positions."""
+    scaling, key = model.rope_scaling, f"{source}: rope_scaling"
+    if scaling is None:
+        return
+    if model.position != "rotary":
+        yield Problem(key, scaling.rope_type, "rescales rotary positions, and these are learned", "Remove it")
+    if scaling.rope_type == "yarn" and model.rope_theta <= 1:
+        rule = "must be above 1 for yarn, which divides by its logarithm"
+        yield Problem(f"{source}: rope_theta", model.rope_theta, rule, "Give the model's own")
+    yield from scaling_problems(scaling, key)
+
+
+def scaling_problems(scaling: RopeScaling, key: str) -> Iterator[Problem]:
+    """What is missing in a rescaling, out of range, or without effect on its formula."""
+    yield from range_problems(scaling, lambda name: f"{key}.{name}")
+    needed, read = SCALINGS[scaling.rope_type]
+    given = scaling.to_json()
+    for name in sorted(needed - given.keys()):
+        rule = f"is required for {scaling.rope_type} and was not given"
+        yield Problem(f"{key}.{name}", None, rule, "Give it as the model's authors do")
+    for name in sorted(given.keys() - needed - read - {"rope_type", "factor"}):
+        rule = f"has no effect on {scaling.rope_type} positions"
+        yield Problem(f"{key}.{name}", given[name], rule, "Remove it")
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    if low is not None and high is not None and low >= high:
+        rule = f"must be above low_freq_factor = {low:g}"
+        yield Problem(f"{key}.high_freq_factor", high, rule, "Exchange the two")
 
 
 def _divisibility_problems(model: ModelConfig, source: str) -> tuple[Problem, ...]:

@@ -29,7 +29,8 @@ from torch import Tensor, nn
 
 from pipeline.model.config import ModelConfig
 from pipeline.model.layers import Block, Positions
-from pipeline.model.modules import Rotary, norm_class
+from pipeline.model.modules import norm_class
+from pipeline.model.rotary import Rotary
 from pipeline.parallel.context import Parallel
 from pipeline.parallel.documents import PassDocuments
 from pipeline.parallel.dropout import DropoutClock
@@ -70,7 +71,7 @@ def plan_layers(
         return LayerPlan(VocabularyEmbedding, arguments, tied=config.tied)
 
     last = config.num_layers + 3
-    rotary = Rotary(config.head_dim, config.rope_theta) if config.position == "rotary" else None
+    rotary = Rotary(config) if config.position == "rotary" else None
     blocks = [
         LayerPlan(Block, (config, factory.under(str(2 + i)), clock, pass_documents, rotary, i, recompute))
         for i in range(config.num_layers)

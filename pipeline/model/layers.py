@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeline.model.attention import Attention
 from pipeline.model.config import ModelConfig
-from pipeline.model.modules import MLP, Rotary, norm_class
+from pipeline.model.modules import MLP, norm_class
+from pipeline.model.rotary import Rotary
 from pipeline.parallel import ulysses
 from pipeline.parallel.documents import DocumentLayout, DocumentReader, PassDocuments
 from pipeline.parallel.dropout import DropoutClock, MicroBatchCounter, dropout, dropout_keys

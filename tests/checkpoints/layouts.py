@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +156,7 @@ def arguments(
     )
     if not text.exists():
         write_text(text)
-    described.write_text(json.dumps(asdict(MODELS[model])), encoding="utf-8")
+    described.write_text(json.dumps(MODELS[model].to_json()), encoding="utf-8")
     values = {**CONFIG, **find(layout).config, "optimizer": OPTIMIZERS[optimizer]}
     config.write_text(json.dumps(values), encoding="utf-8")
     return [

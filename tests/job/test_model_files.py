@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pipeline.base.problems import JobError
+from pipeline.hugging_face.families import config_json
 from pipeline.job.models import PRESETS, load_model
 from pipeline.model.config import ModelConfig, model_from_json
 from pipeline.model.counts import total_parameters
@@ -60,6 +61,13 @@ LLAMA3 = {
     "transformers_version": "4.40.0.dev0",
     "use_cache": True,
     "vocab_size": 128256,
+}
+LLAMA31 = {
+    "factor": 8.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
 }
 QWEN2 = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -170,6 +178,21 @@ def test_options_have_the_parameters_of_transformers_model(load, kind, changes):
     assert total_parameters(load(json.loads(config.to_json_string()))) == reference.num_parameters()
 
 
+@pytest.mark.parametrize(
+    "given", [LLAMA31, {"factor": 4, "type": "yarn"}, {"type": "dynamic", "factor": 2.0, "beta_fast": None}]
+)
+def test_rescaled_positions_are_read_from_either_place_and_written_again(load, given):
+    older = {**LLAMA3, "max_position_embeddings": 131072, "rope_scaling": given}
+    current = {**older, "rope_scaling": None, "rope_parameters": {**given, "rope_theta": 5e5}}
+    model = load(older)
+    assert load(current) == model
+    kind = {"rope_type": given.get("rope_type", given.get("type"))}
+    kept = {key: value for key, value in given.items() if key != "type" and value is not None} | kind
+    written = config_json(model, "float32", 0)
+    assert (written["rope_scaling"], written["rope_theta"]) == (kept, 5e5)
+    assert load(written) == model == model_from_json(model.to_json() | {"name": model.name})
+
+
 def test_rotary_parameters_in_either_place(load):
     for extra in (
         {"rope_theta": 5e5},
@@ -194,9 +217,26 @@ def test_rotary_parameters_in_either_place(load):
         (GPT2 | {"resid_pdrop": 1.0, "embd_pdrop": 1.0}, "dropout"),
         (GPT2 | {"rope_theta": 1e4}, "rope_theta"),
         (GPT2 | {"quantization_config": {"bits": 4}}, "quantization_config"),
-        (LLAMA3 | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling"),
-        (LLAMA3 | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters"),
-        (LLAMA3 | {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "rope_parameters"),
+        (LLAMA3 | {"rope_scaling": {"rope_type": "longrope", "factor": 8.0}}, "rope_scaling.rope_type"),
+        (LLAMA3 | {"rope_scaling": {"type": "linear", "factor": 0.5}}, "rope_scaling.factor"),
+        (LLAMA3 | {"rope_scaling": {"type": "linear"}}, "rope_scaling.factor"),
+        (LLAMA3 | {"rope_scaling": {"type": "linear", "factor": 2, "alpha": 1}}, "rope_scaling.alpha"),
+        (
+            LLAMA3 | {"rope_scaling": {"type": "linear", "factor": 2, "beta_fast": 8}},
+            "rope_scaling.beta_fast",
+        ),
+        (LLAMA3 | {"rope_scaling": "yarn"}, "rope_scaling"),
+        (LLAMA3 | {"rope_theta": 1.0, "rope_scaling": {"type": "yarn", "factor": 2}}, "rope_theta"),
+        (
+            LLAMA3 | {"rope_parameters": LLAMA31 | {"low_freq_factor": None}},
+            "rope_parameters.low_freq_factor",
+        ),
+        (LLAMA3 | {"rope_scaling": LLAMA31 | {"low_freq_factor": 4}}, "rope_scaling.high_freq_factor"),
+        (LLAMA3 | {"rope_parameters": {"rope_theta": "1e4"}}, "rope_parameters.rope_theta"),
+        (
+            LLAMA3 | {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "rope_parameters.partial_rotary_factor",
+        ),
         (LLAMA3 | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (LLAMA3 | {"mlp_bias": True}, "mlp_bias"),
         (LLAMA3 | {"attention_bias": True}, "mlp_bias"),

@@ -29,7 +29,24 @@ SIZES = {
     "max_position_embeddings": 64,
 }
 GROUPED = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 80}
+# Positions of the first training up to 16, rescaled in every way: below, between and above the bounds.
+SCALED: dict[str, dict[str, object]] = {
+    "llama3": {
+        "factor": 4.0,
+        "low_freq_factor": 0.1,
+        "high_freq_factor": 2.0,
+        "original_max_position_embeddings": 16,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 2.0, "beta_slow": 0.1},
+    "linear": {"factor": 2.5},
+    "dynamic": {"factor": 3.3},
+}
 KINDS = ("gpt2", "untied gpt2", "llama", "llama with biases", "qwen2", "qwen3", "starcoder2")
+
+
+def rope(rope_type: str, theta: float = 10000.0) -> dict[str, object]:
+    """Rotary positions of that type, as transformers describes them."""
+    return {"rope_type": rope_type, "rope_theta": theta, **SCALED[rope_type]}
 
 
 def build(kind: str) -> PreTrainedModel:
@@ -38,13 +55,15 @@ def build(kind: str) -> PreTrainedModel:
     models = {
         "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**SIZES)),
         "untied gpt2": lambda: GPT2LMHeadModel(GPT2Config(**SIZES, tie_word_embeddings=False)),
-        "llama": lambda: LlamaForCausalLM(LlamaConfig(**GROUPED, rope_theta=500.0)),
+        "llama": lambda: LlamaForCausalLM(LlamaConfig(**GROUPED, rope_parameters=rope("llama3", 500.0))),
         "llama with biases": lambda: LlamaForCausalLM(
             LlamaConfig(**GROUPED, attention_bias=True, mlp_bias=True, tie_word_embeddings=True)
         ),
-        "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**GROUPED)),
-        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**GROUPED, head_dim=8)),
-        "starcoder2": lambda: Starcoder2ForCausalLM(Starcoder2Config(**GROUPED)),
+        "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**GROUPED, rope_parameters=rope("yarn", 1000.0))),
+        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**GROUPED, head_dim=8, rope_parameters=rope("linear"))),
+        "starcoder2": lambda: Starcoder2ForCausalLM(
+            Starcoder2Config(**GROUPED, rope_parameters=rope("dynamic"))
+        ),
     }
     model = models[kind]().eval()
     with torch.no_grad():
