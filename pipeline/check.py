@@ -63,7 +63,7 @@ def _conflicts(options: CheckOptions, arguments: Sequence[str]) -> list[Problem]
     problems = []
     for name in ("hosts", "fabric"):
         if getattr(options, name) and options.world_size is not None:
-            rule = "has nobody to ask: --world_size describes ranks on paper"
+            rule = "asks hosts, and --world_size describes ranks without any"
             problems.append(Problem(name, True, rule, "Leave one of them out"))
     others = [word for word in arguments if word != "--environment"]
     if options.environment and others:

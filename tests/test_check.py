@@ -165,8 +165,8 @@ def test_a_name_that_the_terminal_cannot_show_is_no_failure(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("arguments", "rule"),
     [
-        ("--hosts --world_size 4", "hosts = True: has nobody to ask"),
-        ("--fabric --world_size 4", "fabric = True: has nobody to ask"),
+        ("--hosts --world_size 4", "hosts = True: asks hosts, and --world_size describes"),
+        ("--fabric --world_size 4", "fabric = True: asks hosts, and --world_size describes"),
         ("--environment --world_size 4", "environment = True: looks at this machine alone"),
         ("--environment --hosts", "--hosts asks for more"),
         ("--environment --hostfile hosts", "--hostfile asks for more"),

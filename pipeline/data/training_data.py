@@ -86,10 +86,10 @@ class TrainingData:
             )
             lines += _aside(opened)
         for held_out in self.evaluation:
-            lines.append(f"{held_out.name or 'held out'}: {_size(held_out.dataset)}")
+            lines.append(f"{held_out.name or 'validation'}: {_size(held_out.dataset)}")
             lines += held_out.aside
         if not self.evaluation:
-            lines.append("held out: nothing")
+            lines.append("validation: nothing")
         return (*lines, *self.order.changes)
 
     def _in_order(self) -> list[BlendSource]:

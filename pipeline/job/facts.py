@@ -148,7 +148,7 @@ class Settings:
         self.problems.append(Problem(self.where(path), value, rule, "", "note"))
 
     def _refuse(self, block: str, name: str, value: object) -> Problem | None:
-        """Why a key that nobody knows is not taken, or "auto" where nothing can stand in for a value."""
+        """Why an unknown key is not taken, or "auto" where nothing decides the value."""
         path = f"{block}.{name}" if block else name
         reason = _unknown(block, name, path, value)
         if reason is None and value == AUTO and not KEYS[path].auto:
@@ -286,7 +286,7 @@ class Facts:
 
     @property
     def least_micro_batches(self) -> int:
-        """Below this, stages stand idle by design: p for 1F1B, 2 p for DualPipeV."""
+        """Below this, stages are idle by design: p for 1F1B, 2 p for DualPipeV."""
         return self.chunks if self.stages > 1 else 1
 
     @property

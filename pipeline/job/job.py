@@ -120,7 +120,7 @@ class SaveRules:
 
     Attributes:
         interval: Steps; 0 = only after the last step.
-        in_background: While training goes on, from a copy in host memory.
+        in_background: While training continues, from a copy in host memory.
         stop_on_failure: A save that failed ends the run.
         keep_last: Checkpoints that are kept, the newest ones; None: all.
         keep_every: Beside them: those whose step is a multiple of this.
@@ -141,7 +141,7 @@ class StopRules:
         time_limit: Seconds from `started_at`; None: none.
         started_at: When the job was launched, in seconds since 1970; None: when rank 0 started.
         file: The stop file as named; None: the one in the output folder.
-        stamp: What lay there at the launch (`pipeline.job.stop_file`); None: nobody has looked.
+        stamp: What lay there at the launch (`pipeline.job.stop_file`); None: not looked at.
     """
 
     time_limit: float | None
@@ -171,7 +171,7 @@ class Job:
     """What will run. No file of the user's is read again once this exists, but for the data's own.
 
     Attributes:
-        options: The command line, for run.json and for another start; what a run does stands in the fields
+        options: The command line, for run.json and for another start; what a run does is in the fields
             below.
         stages: Boundaries of the layer list, one more than there are chunks: chunk c holds layers
             stages[c] .. stages[c + 1] - 1. Chunks = pipeline stages, or twice that for DualPipeV.

@@ -112,7 +112,7 @@ def weights_problems(
 def _tokenizer_problems(choice: TokenizerChoice, folder: str) -> list[Problem]:
     """Token ids that mean something else to the weights."""
     if choice.name is None:
-        rule = f"{folder} has weights but no {TOKENIZER}, without which nobody knows their tokens"
+        rule = f"{folder} has weights but no {TOKENIZER}, without which their tokens are unknown"
         remedy = "Save the model's tokenizer there with AutoTokenizer's save_pretrained, or give --tokenizer"
         return [Problem("tokenizer", None, rule, remedy)]
     if choice.facts is None or choice.own in (None, choice.name):
@@ -120,7 +120,7 @@ def _tokenizer_problems(choice: TokenizerChoice, folder: str) -> list[Problem]:
     try:
         if choice.identity == tokenizer_facts(choice.own).identity:
             return []
-    except JobError:  # nobody reads it in this run
+    except JobError:  # not read in this run
         return []
     rule = f"made the tokens, and the weights in {folder} belong to the tokenizer there, which is another one"
     remedy = "Prepare the data with the model's tokenizer, or insist with --tokenizer"
@@ -128,8 +128,8 @@ def _tokenizer_problems(choice: TokenizerChoice, folder: str) -> list[Problem]:
 
 
 def _saved_run(options: Options) -> Path | None:
-    """The folder of the run that goes on without what ``--model`` names; None where that is there, or no run
-    was started with it."""
+    """The folder of the run that continues without what ``--model`` names; None where that is there, or no
+    run was started with it."""
     name = options.model
     if name in (AUTO, *PRESETS) or exists(name) or options.resume == "never":
         return None

@@ -136,7 +136,7 @@ def _gpt3(name: str, shape: tuple[int, int, int], published: str, rate: float, b
 def _tiny() -> Preset:
     """The CPU default: a byte model that learns something in two minutes on two cores.
 
-    4 heads, so that it can be cut in 4 by tensor and sequence parallelism. Chosen by held-out loss in equal
+    4 heads, so that it can be cut in 4 by tensor and sequence parallelism. Chosen by validation loss in equal
     CPU time (18.5 s, one thread): rotary positions 1.84, learned 2.14; RMSNorm with SwiGLU learns more per
     step but its steps take longer on CPU, 1.93; LayerNorm with SwiGLU ties at 1.83.
     """

@@ -87,15 +87,15 @@ class Options:
     eval_samples: Amount = 64
     """Held-out samples per evaluation (at most as many as there are); 0 turns evaluation off."""
     eval_fraction: Share | None = None
-    """Share of each source's documents that is held out of training, 0 to below 1. None: 0.05, or 0 beside
+    """Share of each source's documents that is kept for validation, 0 to below 1. None: 0.05, or 0 beside
     --validation."""
     save_interval: Amount | None = None
     """Steps between checkpoints; the last step always saves. None or 0: only the last."""
     async_save: bool = False
-    """Write checkpoints while training goes on, from a copy in host memory: as many bytes as the files of a
+    """Write checkpoints while training continues, from a copy in host memory: as many bytes as the files of a
     host's ranks take."""
     save_failure: Annotated[str, Limits(choices=("continue", "stop"))] = "continue"
-    """continue: a checkpoint that could not be saved is reported, and the run goes on; stop: it ends the run.
+    """continue: a checkpoint that could not be saved is reported; stop: it ends the run, with exit code 1.
     One that the run would end with always does."""
     time_limit: Name | None = None
     """Save and stop before this time is over: 3600, 90m, 3h30m, 1-12:00:00. Counted from the launch; what the
@@ -141,7 +141,7 @@ class Options:
 
     @property
     def held_out_fraction(self) -> float:
-        """The share of the documents that is held out; without evaluation nothing is."""
+        """The share of the documents that is kept for validation; none without evaluation."""
         if not self.eval_samples:
             return 0.0
         if self.eval_fraction is not None:

@@ -81,7 +81,7 @@ RULES: tuple[Rule, ...] = (
     Rule("batch", "train_batch_size = micro-batch * accumulation steps * data parallel size, all whole",
          "every micro-batch has the same size", _derived("batch")),
     Rule("micro-batches", "DualPipeV needs 2 * stages micro-batches; 1F1B should have as many as stages "
-         "(warning)", "stages stand idle until the pipeline is full", layout.micro_batches),
+         "(warning)", "stages are idle until the pipeline is full", layout.micro_batches),
     Rule("ZeRO and pipeline", "ZeRO stages 2 and 3 need one pipeline stage",
          "their gradient shards are reduced per micro-batch, which a pipeline cannot", zero.zero_pipeline),
     Rule("ZeRO keys", "An offload is asked for only at a stage that has it; other keys of other stages are "
@@ -110,7 +110,7 @@ RULES: tuple[Rule, ...] = (
          "weights' format", "else DeepSpeed does not add the tied embedding's gradients of two stages",
          zero.tied_gradients),
     Rule("accumulation", "grad_accum_dtype is fp32 or the weights' format",
-         "a third format helps nobody", zero.accumulation),
+         "a third format has no use", zero.accumulation),
     Rule("switches", "A block that is turned on by enabled or device does nothing without that key (note)",
          "off is its default", training.switches),
     Rule("monitors", "The package of an enabled monitor is installed, and its files have a folder to go to",
@@ -131,7 +131,7 @@ RULES: tuple[Rule, ...] = (
          "the schedule depends on it", _derived("run length")),
     Rule("one run length", "train_steps and train_tokens exclude each other",
          "a length is said once", training.one_length),
-    Rule("evaluation", "Evaluation needs validation sets, or held-out documents beside those to train on",
+    Rule("evaluation", "Evaluation needs validation sets, or documents set apart from those to train on",
          "training data is no test", training.evaluation),
     Rule("retention", "keep_every needs keep_last",
          "it says what is kept beside the newest checkpoints", training.retention),

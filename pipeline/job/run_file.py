@@ -26,7 +26,7 @@ TOKENIZER_FOLDER = "tokenizer"
 
 
 def identity(options: Options, model: ModelConfig, sequence_length: int, tokenizer: str) -> dict[str, Any]:
-    """What makes two runs the same one: model, tokenizer, held-out share, sequence length and seed, flat.
+    """What makes two runs the same one: model, tokenizer, validation share, sequence length and seed, flat.
 
     Layout, batch, precision, optimizer, schedule, length and the blend of the data may change from one start
     to the next; the checkpoint knows each source by its tokens.

@@ -115,7 +115,7 @@ def one_length(f: Facts) -> Iterable[Problem]:
 def evaluation(f: Facts) -> Iterable[Problem]:
     fraction = f.options.held_out_fraction
     if f.options.eval_samples > 0 and fraction == 0 and not f.options.validation:
-        rule = "no document is held out, so there is nothing to evaluate"
+        rule = "no document is kept for validation, so there is nothing to evaluate"
         yield Problem("eval_fraction", 0, rule, "Raise it, give --validation, or --eval_samples 0")
     elif f.options.eval_samples == 0 and f.options.validation:
         rule = "does nothing with eval_samples 0"
@@ -125,7 +125,7 @@ def evaluation(f: Facts) -> Iterable[Problem]:
     elif fraction > 0 and (
         single := [each.name for each in f.sources.get("data", ()) if _one_text(each.paths)]
     ):
-        rule = f"documents are held out whole, and {', '.join(single)} is a single document"
+        rule = f"documents are kept for validation whole, and {', '.join(single)} is a single document"
         yield Problem("eval_samples", f.options.eval_samples, rule, "Give 0, or the data in several files")
 
 

@@ -64,5 +64,5 @@ class World:
 
 
 def is_this_machine(name: str) -> bool:
-    """Whether a hostfile's name means the machine this runs on, judged by name alone."""
+    """Whether a hostfile's name means the machine this runs on, by its name alone."""
     return name in {LOCALHOST, LOOPBACK, socket.gethostname(), socket.gethostname().partition(".")[0]}

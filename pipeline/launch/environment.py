@@ -298,7 +298,7 @@ def _devices(found: Environment) -> Iterator[tuple[str, str]]:
 def _rate(rate: dict[str, Any] | None) -> str:
     """A matrix product's rate, in words."""
     if rate is None:
-        return "torch does not tell"
+        return "unknown to torch"
     if "error" in rate:
         return "a matrix product fails"
     right = "" if rate["right"] else ", and a wrong result"

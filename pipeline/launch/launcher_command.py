@@ -172,8 +172,8 @@ def start_problems(
     """What of this machine the other hosts' shells would read as something else.
 
     The launcher writes these paths, and by which variables Python finds its modules, into a shell's command
-    line as they are, and pdsh replaces ``%h``, ``%n`` and ``%u``. After a ``cd`` that fails, the job goes on
-    in the home folder of each host.
+    line as they are, and pdsh replaces ``%h``, ``%n`` and ``%u``. After a ``cd`` that fails, the job
+    continues in the home folder of each host.
 
     Args:
         paths: Of what goes there, by what they are: the current folder, Python, the script.
@@ -182,13 +182,13 @@ def start_problems(
         return []
     problems = []
     if options.launcher in (None, "pdsh"):
-        rule = "on its way through pdsh only letters, digits and @+=:,./_- stay what they are"
+        rule = "through pdsh only letters, digits and @+=:,./_- arrive unchanged"
         for what, path in paths.items():
             if not PLAIN.fullmatch(path):
                 problems.append(Problem(what, path, rule, "Use a path without others"))
     for name in FIND_MODULES:
         if not PLAIN.fullmatch(environ.get(name, "")):
-            rule = "on its way to other hosts only letters, digits and @+=:,./_- stay what they are"
+            rule = "on other hosts only letters, digits and @+=:,./_- arrive unchanged"
             problems.append(Problem(name, environ[name], rule, "Unset it, or name other folders"))
     return problems
 

@@ -118,7 +118,7 @@ def print_draft(draft: Draft, stderr: bool = False) -> None:
 
 @dataclass(frozen=True)
 class Ready:
-    """A start that nothing stands in the way of.
+    """A start without an obstacle.
 
     Attributes:
         launcher: Describes exactly these hosts.

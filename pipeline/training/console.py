@@ -236,7 +236,7 @@ def evaluation_line(metrics: EvalMetrics, total_steps: int) -> str:
     if metrics.best is not None:
         lowest = metrics.best.step == metrics.step
         best = " | lowest so far" if lowest else f" | lowest {metrics.best.loss:.4f} at {metrics.best.step}"
-    return f"step {metrics.step:>{width}}/{total_steps} | held-out loss{name} {metrics.eval_loss:.4f}{best}"
+    return f"step {metrics.step:>{width}}/{total_steps} | validation loss{name} {metrics.eval_loss:.4f}{best}"
 
 
 def printable(text: str, stream: IO[str]) -> str:

@@ -120,4 +120,4 @@ def best_line(best: Mapping[str, Any]) -> str | None:
     each = "".join(
         f", {name} {best['sets'][name]['loss']:.4f} after step {best['sets'][name]['step']}" for name in names
     )
-    return f"best held-out loss {best['loss']:.4f} after step {best['step']}{each}"
+    return f"best validation loss {best['loss']:.4f} after step {best['step']}{each}"

@@ -111,7 +111,7 @@ def _train(job: Job, environment: RankEnvironment, stop: StopRequest, link: Rank
 def _fail(error: Exception, step: int, job: Job, environment: RankEnvironment, link: RankLink) -> int:
     """Say it here and now: a launcher ends the other ranks as soon as one is gone."""
     trace = "".join(traceback.format_exception(error))
-    if link.has_agent:  # which tells the console of the first failure, and writes the outcome
+    if link.has_agent:  # which reports the first failure to the console, and writes the outcome
         link.failed(error, step, trace)
         return EXIT_FAILED
     print(f"rank {environment.rank} failed after step {step}:\n{trace}", file=sys.stderr, flush=True)

@@ -157,7 +157,7 @@ def _leave(prepared: Prepared, outcome: Outcome, record: Callable[[Outcome], Non
         prepared.stopping.obeyed()
     if prepared.parallel.rank == 0:
         record(outcome)
-    gather_rows(prepared.parallel, 0)  # a barrier: nobody leaves before that
+    gather_rows(prepared.parallel, 0)  # a barrier: no rank leaves before that
     prepared.link.ended(outcome)
     stop_distributed()
     prepared.remote.close()

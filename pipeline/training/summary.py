@@ -69,7 +69,7 @@ def resume_hint(job: Job, by_name: bool = False) -> str:
 
 def continue_hint(job: Job, done: int) -> str:
     """How a run that has finished `done` steps is trained on."""
-    return f"to train on: {_again(job)} --train_steps {2 * done}"
+    return f"to continue training: {_again(job)} --train_steps {2 * done}"
 
 
 def _again(job: Job, *more: str) -> str:

@@ -64,7 +64,7 @@ def test_nothing_is_held_out_when_asked(texts: Path) -> None:
     data = load(texts, fraction=0)
     assert data.evaluation == ()
     assert data.train.sources[0].dataset.num_documents == 20
-    assert "held out: nothing" in data.summary()
+    assert "validation: nothing" in data.summary()
 
 
 def test_summary_names_sizes_the_tail_and_what_is_left_aside(texts: Path) -> None:

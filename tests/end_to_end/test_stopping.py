@@ -138,7 +138,7 @@ def test_a_finished_run_started_again_trains_nothing(shop: Workshop):
     assert "the run had finished at step 2 before" in again.stdout[0]
     assert "--train_steps 4" in again.stdout[0]
     assert _sample(again.stdout[0]) == _sample(first.stdout[0])
-    assert f"held-out loss {lines[-1]['eval_loss']:.4f}" in again.stdout[0]
+    assert f"validation loss {lines[-1]['eval_loss']:.4f}" in again.stdout[0]
     assert shop.lines("run") == lines
     assert (shop.latest("run") / "manifest.json").stat().st_mtime_ns == saved
 

@@ -23,7 +23,7 @@ def test_all_together_is_the_mean_over_tokens():
     assert (best["loss"], best["step"]) == (2.4, 2)
     assert best["sets"] == {"books": {"loss": 2.0, "step": 1}, "code": {"loss": 3.0, "step": 2}}
     assert best_line(best) == (
-        "best held-out loss 2.4000 after step 2, books 2.0000 after step 1, code 3.0000 after step 2"
+        "best validation loss 2.4000 after step 2, books 2.0000 after step 1, code 3.0000 after step 2"
     )
 
 

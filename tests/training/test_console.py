@@ -56,11 +56,13 @@ def metrics(
 
 
 def test_a_named_set_is_named():
-    assert evaluation_line(EvalMetrics(3, 1.75, "books"), 20) == "step  3/20 | held-out loss on books 1.7500"
+    assert (
+        evaluation_line(EvalMetrics(3, 1.75, "books"), 20) == "step  3/20 | validation loss on books 1.7500"
+    )
 
 
 def test_the_lowest_loss_stands_beside():
-    line = "step  3/20 | held-out loss 1.7500 | lowest"
+    line = "step  3/20 | validation loss 1.7500 | lowest"
     assert evaluation_line(EvalMetrics(3, 1.75, best=Best(1.75, 3)), 20) == f"{line} so far"
     assert evaluation_line(EvalMetrics(3, 1.75, best=Best(1.5, 2)), 20) == f"{line} 1.5000 at 2"
 
@@ -86,7 +88,7 @@ def test_plain_output_is_exactly_this(monkeypatch):
         f"step  1/20 | loss 5.5000 | {rest} 0:00:38",
         f"step  5/20 | loss 1.1000 | {rest} 0:00:30",
         f"step 10/20 | loss 0.5500 | {rest} 0:00:20",
-        "step 11/20 | held-out loss 1.7500",
+        "step 11/20 | validation loss 1.7500",
         "checkpoint saved",
         "finished",
     ]

@@ -73,10 +73,12 @@ def _each_path(check: Check, survey: Survey, rule: str) -> Iterator[Finding]:
         found = report.facts[check.fact]
         for path, wanted in survey.here[check.fact].items():
             if found[path] != wanted:
-                yield Finding(report.host.name, f"{path}: {_told(found[path])}", f"{rule} ({_told(wanted)})")
+                yield Finding(
+                    report.host.name, f"{path}: {_shown(found[path])}", f"{rule} ({_shown(wanted)})"
+                )
 
 
-def _told(found: Any) -> str:
+def _shown(found: Any) -> str:
     if isinstance(found, dict):
         return f"{found['files']:,} files, {size(found['bytes'])}, digest {found['digest']}"
     return f"digest {found}" if found else "missing"

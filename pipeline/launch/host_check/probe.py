@@ -378,7 +378,7 @@ def main() -> None:
     """Answer, wait for the word that all have, look for the others, and leave nothing behind."""
     began = time.time()
     # A connection that is cut without notice would leave this waiting, and listening, for ever.
-    signal.signal(signal.SIGALRM, lambda *_: sys.exit("nobody asked for the rest"))
+    signal.signal(signal.SIGALRM, lambda *_: sys.exit("no second request came"))
     signal.alarm(int(sys.argv[1]))
     request = read_request()
     tokens = leave_tokens(request)

@@ -223,7 +223,7 @@ _CAUSES = (
     (
         r"Host key verification failed|No .* host key is known",
         Failure(
-            "unknown key", "its ssh host key is not known here, and nobody is asked during a start",
+            "unknown key", "its ssh host key is not known here, and a start asks no questions",
             "Log in once by hand (ssh {host}) and compare the fingerprint",
         ),
     ),
@@ -237,7 +237,7 @@ _CAUSES = (
     (
         r"Permission denied \([^)]*(password|keyboard-interactive)[^)]*\)",
         Failure(
-            "asks", "it would ask for a password, and nobody can answer during a start",
+            "asks", "it would ask for a password, and a start asks no questions",
             "Give it your key: ssh-copy-id {host}; a key with a passphrase needs ssh-agent",
         ),
     ),

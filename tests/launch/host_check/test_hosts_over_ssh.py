@@ -59,7 +59,7 @@ REACHED = {
         "its ssh host key is not the one in known_hosts",
         "ssh-keygen -R {host}",
     ),
-    "unknown_host_key": ("unknown key", "nobody is asked during a start", "(ssh {host})"),
+    "unknown_host_key": ("unknown key", "a start asks no questions", "(ssh {host})"),
     "password": ("asks", "it would ask for a password", "ssh-copy-id {host}"),
     "unresolvable": ("unknown name", "its name cannot be resolved", "add {host} to /etc/hosts"),
     "refused": ("refused", "no ssh server listens", "Start sshd on {host}"),
