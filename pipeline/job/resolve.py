@@ -298,8 +298,7 @@ def _assemble(facts: Facts, draft: Draft) -> Job:
     output_dir, clipping = _output_dir(facts, draft), _clipping(facts, draft)
     batch, precision = known(draft.batch), known(draft.precision)
     bucket = _reduce_bucket(facts, draft)
-    decided = {note.key for note in draft.resolved}
-    draft.resolved += [note for note in settings.left_open if note.key not in decided]
+    draft.resolved = _all_resolved(draft, settings)
     return Job(
         options=options,
         world=facts.world,
@@ -331,9 +330,16 @@ def _assemble(facts: Facts, draft: Draft) -> Job:
         deepspeed=deepspeed_dict(facts, batch, precision, clipping, bucket),
         monitors=resolved_monitors(settings, output_dir),
         json=settings.written,
-        resolved=tuple(_beside_deepspeed(note, settings) for note in draft.resolved),
+        resolved=tuple(draft.resolved),
         problems=tuple(draft.problems),
     )
+
+
+def _all_resolved(draft: Draft, settings: Settings) -> list[Resolved]:
+    """What was decided, and what is "auto" and was not; with DeepSpeed's default where it is another."""
+    decided = {note.key for note in draft.resolved}
+    left_open = (note for note in settings.left_open if note.key not in decided)
+    return [_beside_deepspeed(note, settings) for note in (*draft.resolved, *left_open)]
 
 
 def _beside_deepspeed(note: Resolved, settings: Settings) -> Resolved:

@@ -259,6 +259,9 @@ def test_the_check_prints_notes_and_says_that_the_job_can_start(tmp_path: Path, 
     printed = capsys.readouterr()
     assert "note: dataloader_drop_last" in printed.out + printed.err
     assert "This job can start." in printed.out
+    assert re.search(
+        r"gradient_clipping +1.0 \(default; 0 turns it off; DeepSpeed's default is 0\)", printed.out
+    )
 
 
 NEOX = """{
