@@ -17,7 +17,7 @@ from pipeline.base.problems import Problem, Severity
 from pipeline.base.words import did_you_mean
 from pipeline.data.corpus import SourceSpec
 from pipeline.data.tokenizer import TokenizerFacts
-from pipeline.job.foreign_keys import FOREIGN, OLD_NAMES, Foreign, of_megatron
+from pipeline.job.foreign_keys import FOREIGN, OLD_NAMES, OPTIMIZERS, Foreign, of_megatron
 from pipeline.job.job import Batch, Dtype, Resolved
 from pipeline.job.models import TrainingDefaults, training_defaults
 from pipeline.job.options import Options
@@ -151,6 +151,8 @@ class Settings:
         """Why an unknown key is not taken, or "auto" where nothing decides the value."""
         path = f"{block}.{name}" if block else name
         reason = _unknown(block, name, path, value)
+        if path == "optimizer.type" and isinstance(value, str):
+            reason = OPTIMIZERS.get(value.lower())
         if reason is None and value == AUTO and not KEYS[path].auto:
             reason = "is required, and nothing decides it", f"Give {KEYS[path].words}"
         return reason and Problem(self.where(path), value, *reason)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from pipeline.base.fields import Field, Form, shown
-from pipeline.job.foreign_keys import DEEPSPEED_DEFAULTS, FOREIGN, MEGATRON, OLD_NAMES, anything
+from pipeline.job.foreign_keys import DEEPSPEED_DEFAULTS, FOREIGN, MEGATRON, OLD_NAMES, OPTIMIZERS, anything
 from pipeline.job.learning import FOREIGN_PARAMETERS
 from pipeline.job.rules import RULES
 from pipeline.job.schedules import SCHEDULES, parameters
@@ -76,6 +76,10 @@ def _key_lines() -> Iterator[str]:
     yield from ("With hyphens or underscores; a file that has them is answered with these lines.", "")
     said = ((f"`{name}`", template.format("...")) for name, template in MEGATRON.items())
     yield from _table(("argument", "here"), said)
+    yield from ("", "Optimizers of DeepSpeed that are not here:", "")
+    yield from _table(
+        ("optimizer.type", "why", "instead"), ((f"`{n}`", *why) for n, why in OPTIMIZERS.items())
+    )
     yield from ("", "### Keys that are refused", "")
     yield from ("Unless they are off or ask for what is so, which is taken with a note.", "")
     refused = [(f"`{key}`", each.rule, each.remedy) for key, each in FOREIGN.items() if each.rule]

@@ -345,7 +345,8 @@ def _all_resolved(draft: Draft, settings: Settings) -> list[Resolved]:
 def _beside_deepspeed(note: Resolved, settings: Settings) -> Resolved:
     """The same, with DeepSpeed's default where an absent key means something else there."""
     other = DEEPSPEED_DEFAULTS.get(note.key)
-    if other in (None, note.value) or not settings.absent(note.key):
+    was_auto = any(note.key == each.key for each in settings.left_open)
+    if other in (None, note.value) or was_auto or not settings.absent(note.key):
         return note
     return replace(note, reason=f"{note.reason}; DeepSpeed's default is {shown(other)}")
 
