@@ -17,6 +17,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A remedy for an unknown name: the likely spelling, or the whole choice."""
     choice = sorted(known)
     near = get_close_matches(name.lower(), choice, n=1, cutoff=0.6)
+    words = sorted(name.lower().replace("-", "_").split("_"))
+    near = near or [other for other in choice if sorted(other.split("_")) == words]
     return f"The nearest name is {near[0]}" if near else f"Choose from {', '.join(choice)}"
 
 

@@ -17,7 +17,7 @@ from pipeline.base.problems import Problem, Severity
 from pipeline.base.words import did_you_mean
 from pipeline.data.corpus import SourceSpec
 from pipeline.data.tokenizer import TokenizerFacts
-from pipeline.job.foreign_keys import FOREIGN, OLD_NAMES, OPTIMIZERS, Foreign, of_megatron
+from pipeline.job.foreign_keys import FOREIGN, OLD_NAMES, OPTIMIZERS, Foreign, is_comment, of_megatron
 from pipeline.job.job import Batch, Dtype, Resolved
 from pipeline.job.models import TrainingDefaults, training_defaults
 from pipeline.job.options import Options
@@ -126,7 +126,13 @@ class Settings:
         for name, value in list(values.items()):
             path = f"{block}.{name}" if block else name
             key, foreign = KEYS.get(path), FOREIGN.get(path)
-            if foreign is not None:
+            if is_comment(name):
+                del values[name]
+                self._note(path, value, "is taken for a comment")
+            elif block == "optimizer.params" and not self._has_own_optimizer():
+                if key is None:  # a parameter of the optimizer that is refused
+                    del values[name]
+            elif foreign is not None:
                 del values[name]
                 self._answer(path, value, foreign)
             elif isinstance(value, dict) and (key.block if key else _has_foreign_keys(path)):
@@ -137,6 +143,10 @@ class Settings:
             elif value == AUTO and key and not key.auto and key.default is not MISSING and not key.block:
                 del values[name]
                 self.left_open.append(Resolved(path, key.default_text, '"auto", as if it were absent'))
+
+    def _has_own_optimizer(self) -> bool:
+        kind = _at(self.values, "optimizer.type")
+        return not isinstance(kind, str) or kind.lower() not in OPTIMIZERS
 
     def _answer(self, path: str, value: object, foreign: Foreign) -> None:
         if foreign.inert(value):
@@ -332,8 +342,17 @@ class Facts:
 
     @property
     def accumulation(self) -> Dtype:
-        """Format of the gradient sum: fp32, but fp16's own for fp16, as DeepSpeed's."""
-        return self.config.data_types.grad_accum_dtype or ("fp16" if self.fp16 else "fp32")
+        """Format of the gradient sum: fp32; the weights' own for fp16 and where DeepSpeed has no other."""
+        if (given := self.config.data_types.grad_accum_dtype) is not None:
+            return given
+        return self.compute if self.fp16 or self.sums_in_own_format else "fp32"
+
+    @property
+    def sums_in_own_format(self) -> bool:
+        """Whether DeepSpeed sums 16-bit gradients in their own format only: without ZeRO, and with offloaded
+        optimizer state under pipelines."""
+        offloaded = self.offload_device("offload_optimizer") != "none"
+        return self.zero_stage == 0 or (self.stages > 1 and offloaded)
 
     @property
     def optimizer(self) -> Literal["AdamW", "Adam", "SGD"]:

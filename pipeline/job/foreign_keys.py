@@ -17,6 +17,11 @@ ZERO = "zero_optimization."
 _REMOVE = "Remove it"
 
 
+def is_comment(name: str) -> bool:
+    """Whether a key is one by which people put comments into a JSON."""
+    return name.startswith(("_", "#", "//")) or name.lower() in ("comment", "comments")
+
+
 def anything(value: Any) -> bool:
     """Every value is inert."""
     return True
@@ -107,7 +112,12 @@ _BLOCKS = {
     "datastates_ckpt": _switch("checkpoints are written by this pipeline", "Remove it; see --async_save"),
     "flops_profiler": Foreign("metrics.jsonl and every printed line have TFLOP/s per device, and mfu"),
     "timers": Foreign("throughput is measured by this pipeline: tokens_per_second in metrics.jsonl"),
-    "checkpoint.tag_validation": Foreign("the tag of a checkpoint is agreed on by all ranks"),
+    "checkpoint.tag_validation": Foreign(
+        "the tag of a checkpoint is agreed on by all ranks",
+        lambda value: str(value).lower() in ("warn", "ignore", "fail", AUTO),
+        "must be Warn, Ignore or Fail to DeepSpeed",
+        _REMOVE,
+    ),
     "checkpoint.load_universal": Foreign(_CHECKPOINTS),
     "checkpoint.use_node_local_storage": Foreign("hosts with disks of their own are recognized"),
     "checkpoint.parallel_write": Foreign("every rank writes its own files"),
@@ -128,10 +138,7 @@ _TOP = {
         "DeepSpeed does not read it; communication_data_type is the format of the gradient reduction"
     ),
     "seq_parallel_communication_data_type": Foreign(
-        "sequence ranks reduce together with data ranks: communication_data_type is their format",
-        only("fp32", "float32"),
-        "sequence ranks reduce together with data ranks",
-        "Use communication_data_type",
+        "sequence ranks reduce together with data ranks, in the format of communication_data_type"
     ),
     "dataloader_drop_last": Foreign("every batch is whole, and what is left of an epoch is in the next"),
     "dataloader_num_workers": Foreign("data is loaded by this pipeline, ahead of the step"),
@@ -142,6 +149,7 @@ _TOP = {
     "use_data_before_expert_parallelism": Foreign("the model has no experts"),
     "log_level": Foreign("rank 0 alone writes to the console"),
     "gather_16bit_weights_on_model_save": Foreign(_WHOLE_WEIGHTS),
+    "aio.thread_count": Foreign("DeepSpeed reads intra_op_parallelism instead"),
     "aio.use_gds": _switch("GPUDirect Storage is not supported here"),
     "bf16.immediate_grad_update": _switch("it does not combine with every layout's gradient path"),
     "bf16.bf16_master_weights_and_grads": _switch(_MASTERS),
@@ -150,6 +158,18 @@ _TOP = {
     "fp16.auto_cast": Foreign("inputs are token ids, which have no format to cast"),
     "fp16.opt_level": Foreign("it is NVIDIA apex's; fp16 here has fp16 weights and fp32 masters"),
     "bf16.opt_level": Foreign("it is NVIDIA apex's; bf16 here has bf16 weights and fp32 masters"),
+    **{
+        f"bf16.{name}": Foreign("bf16 has the range of fp32, and no loss scale")
+        for name in (
+            "auto_cast",
+            "loss_scale",
+            "initial_scale_power",
+            "loss_scale_window",
+            "hysteresis",
+            "consecutive_hysteresis",
+            "min_loss_scale",
+        )
+    },
     "data_types.param_dtype": _refused("bf16.enabled and fp16.enabled say it"),
     "data_types.buffer_dtype": _refused("buffers are fp32 where that matters"),
     "data_types.keep_in_fp32_modules": _refused("the loss and the rotary table are fp32 already"),
@@ -161,7 +181,6 @@ _TOP = {
 _OPTIMIZER = {
     "optimizer.legacy_fusion": Foreign("the fused kernel is torch's: optimizer.params.fused"),
     "optimizer.params.torch_adam": Foreign("torch's Adam is always the one used"),
-    "optimizer.params.max_grad_norm": _refused("DeepSpeed does not take it there", "Use gradient_clipping"),
     "optimizer.params.bias_correction": Foreign(
         "is so here", only(True), "torch's Adam always corrects the bias", _REMOVE
     ),
@@ -169,12 +188,14 @@ _OPTIMIZER = {
 }
 
 _CHECKPOINTING = {
-    f"activation_checkpointing.{name}": Foreign("is off here, too", off, _RECOMPUTED, _RECOMPUTE)
-    for name in ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization")
-} | {
-    f"activation_checkpointing.{name}": Foreign(f"{_RECOMPUTED}, each by itself")
-    for name in ("number_checkpoints", "synchronize_checkpoint_boundary", "profile")
-}
+    f"activation_checkpointing.{name}": Foreign(
+        "it says how DeepSpeed recomputes where a model asks it to; here activation_checkpointing.mode does"
+    )
+    for name in (
+        "partition_activations", "contiguous_memory_optimization", "cpu_checkpointing", "number_checkpoints",
+        "synchronize_checkpoint_boundary", "profile",
+    )
+}  # fmt: skip
 
 _PIPELINE = {
     "pipeline.activation_checkpoint_interval": Foreign("is off here, too", off, _RECOMPUTED, _RECOMPUTE),
@@ -283,6 +304,7 @@ OPTIMIZERS: dict[str, tuple[str, str]] = {
 # Old name -> the name that DeepSpeed has now, and what its value became.
 OLD_NAMES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "bfloat16": ("bf16", lambda value: value),
+    "optimizer.params.max_grad_norm": ("gradient_clipping", lambda value: value),
     ZERO + "cpu_offload": (ZERO + "offload_optimizer.device", _device),
     ZERO + "cpu_offload_param": (ZERO + "offload_param.device", _device),
     ZERO + "cpu_offload_params": (ZERO + "offload_param.device", _device),
@@ -322,7 +344,7 @@ MEGATRON: dict[str, str] = {
     "warmup": '"warmup_num_steps" in scheduler.params, a number of steps',
     "lr_warmup_fraction": '"warmup_num_steps" in scheduler.params, a number of steps',
     "lr_warmup_iters": '"warmup_num_steps": {} in scheduler.params',
-    "checkpoint_activations": '"activation_checkpointing": {{"mode": "full"}}',
+    "checkpoint_activations": '"activation_checkpointing": {{"mode": "full"}}, or none for false',
     "recompute_activations": '"activation_checkpointing": {{"mode": "selective"}}',
     "train_iters": "--train_steps {}",
     "seq_length": "--seq_length {}",
@@ -357,16 +379,36 @@ MEGATRON: dict[str, str] = {
     "ffn_hidden_size": f'{_CONFIG_JSON}"intermediate_size": {{}}',
     "intermediate_size": f'{_CONFIG_JSON}"intermediate_size": {{}}',
     "max_position_embeddings": f'{_CONFIG_JSON}"max_position_embeddings": {{}}',
-    "norm": f'{_CONFIG_JSON}"model_type" llama for RMSNorm, gpt2 for LayerNorm',
-    "pos_emb": f'{_CONFIG_JSON}"model_type" llama for rotary positions, gpt2 for learned ones',
-    "no_weight_tying": f'{_CONFIG_JSON}"tie_word_embeddings": false',
+    "norm": f'{_CONFIG_JSON}"model_type" llama for RMSNorm, gpt2 or starcoder2 for LayerNorm',
+    "pos_emb": f'{_CONFIG_JSON}"model_type" llama or starcoder2 for rotary positions, gpt2 for learned ones',
+    "no_weight_tying": f'{_CONFIG_JSON}"tie_word_embeddings", the other way round',
+    "precision": '"bf16": {{"enabled": true}}, "fp16": {{"enabled": true}}, or neither for fp32',
+    "optimizer_type": '"optimizer": {{"type": {}}}',
+    "zero_reduce_scatter": '"reduce_scatter": {} in zero_optimization',
+    "zero_contiguous_gradients": '"contiguous_gradients": {} in zero_optimization',
+    "zero_reduce_bucket_size": '"reduce_bucket_size": {} in zero_optimization',
+    "zero_allgather_bucket_size": '"allgather_bucket_size": {} in zero_optimization',
+    "dynamic_loss_scale": '"loss_scale": 0 in fp16',
+    "wandb_project": '"project": {} in wandb',
+    "test_data_weights": "--validation NAME=PATH, one for each set",
+    "output_layer_parallelism": "nothing: the output layer is divided as the embedding",
+    "attention_config": "nothing: attention is global",
+    "rope_fusion": "nothing",
+    "layernorm_fusion": "nothing",
+    "save_iters": "--save_interval, every so many steps",
+    "log_dir": "nothing: logs are in --output_dir",
+    "identifier_string": "nothing",
+    "config_files": "nothing",
     "make_vocab_size_divisible_by": "nothing: the vocabulary is padded to a multiple of 128",
     "scaled_upper_triang_masked_softmax_fusion": "nothing: torch's fused attention is used",
     "bias_gelu_fusion": "nothing",
+    "data_impl": "nothing: token files are mapped into memory",
+    "deepspeed_slurm": "nothing: srun starts pipeline/pretrain.py",
+    "test_data_paths": "--validation NAME=PATH ...",
     "init_method": "nothing: weights are drawn from the seed and each parameter's name",
     "output_layer_init_method": "nothing: weights are drawn from the seed and each parameter's name",
     "synchronize_each_layer": "nothing",
-    "partition_activations": '"sequence_parallel_size", which divides activations',
+    "partition_activations": "nothing",
     "checkpoint_num_layers": "nothing: each block is recomputed by itself",
     "distributed_backend": "nothing: NCCL on GPUs, gloo on CPUs",
     "launcher": "--launcher {} of launch.sh",
@@ -389,10 +431,9 @@ def of_megatron(name: str, value: Any) -> tuple[str, str] | None:
 
 # What an absent key means to DeepSpeed 0.19.8, where it means something else here.
 DEEPSPEED_DEFAULTS: dict[str, Any] = {
-    "gradient_clipping": 0,
+    "data_types.grad_accum_dtype": "bf16",
     "optimizer.params.lr": 1e-3,
     "optimizer.params.betas": (0.9, 0.999),
     "optimizer.params.weight_decay": 0,
-    "scheduler.params.warmup_max_lr": 1e-3,
     "scheduler.params.cycle_momentum": True,
 }

@@ -311,8 +311,10 @@ class _Builder:
 
     def check_agreement(self, key: str, peak: float) -> None:
         if self.optimizer_lr is not None and self.optimizer_lr != peak:
-            rule = f"differs from optimizer.params.lr = {self.optimizer_lr:g}, which means the same"
-            self.refuse(key, peak, rule, 'Set one of the two to "auto"')
+            rule = (
+                f"is the peak, as in DeepSpeed, and optimizer.params.lr = {self.optimizer_lr:g} is not used"
+            )
+            self.problems.append(Problem(self.where(key), peak, rule, "", "note"))
 
     def refuse(self, key: str, value: object, rule: str, remedy: str) -> None:
         self.problems.append(Problem(self.where(key), value, rule, remedy))

@@ -195,6 +195,8 @@ def _precision(facts: Facts, draft: Draft) -> Precision:
         reason = f"the JSON turns {facts.compute} on" if facts.compute != "fp32" else "no bf16, no fp16"
     if facts.config.fp16.enabled == AUTO:
         draft.note("fp16.enabled", facts.fp16, "on CUDA devices where bf16 is off")
+    if facts.compute == "bf16" and facts.settings.absent("data_types.grad_accum_dtype"):
+        draft.note("data_types.grad_accum_dtype", facts.accumulation, "default")
     if facts.config.zero_optimization.stage == AUTO:
         draft.note("zero_optimization.stage", facts.zero_stage, "it goes with every layout")
     return Precision(facts.compute, facts.accumulation, reason)

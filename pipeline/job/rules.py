@@ -104,8 +104,8 @@ RULES: tuple[Rule, ...] = (
     Rule("fp16 and CUDA", "fp16 needs CUDA", "DeepSpeed refuses it on CPUs", zero.fp16_cuda),
     Rule("native bf16", "bf16 = true on a device without it is slow (warning)",
          "it is emulated", zero.bf16_native),
-    Rule("sums at stage 0", "16-bit weights at ZeRO stage 0 need grad_accum_dtype in their format, which "
-         "bf16 has to say", "DeepSpeed cannot sum in fp32 there", zero.sums_at_zero0),
+    Rule("sums at stage 0", "16-bit weights at ZeRO stage 0 have grad_accum_dtype in their format; bf16 "
+         "that does not say it gets a warning", "DeepSpeed cannot sum in fp32 there", zero.sums_at_zero0),
     Rule("tied gradients", "With pipeline stages, fp16 weights or offloaded optimizer state need sums in the "
          "weights' format", "else DeepSpeed does not add the tied embedding's gradients of two stages",
          zero.tied_gradients),

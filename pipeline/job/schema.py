@@ -79,7 +79,9 @@ DYNAMIC_LOSS_SCALE = (
 @dataclass(frozen=True, slots=True)
 class DataTypes(Record):
     grad_accum_dtype: Dtype | None = described(
-        None, "Format in which gradients of micro-batches are summed.", default_text="fp32 (fp16 for fp16)"
+        None,
+        "Format in which gradients of micro-batches are summed.",
+        default_text="fp32 (fp16 for fp16, bf16 without ZeRO)",
     )
 
 
@@ -190,7 +192,7 @@ class ZeroOptimization(Record):
     ignore_unused_parameters: bool = _passed(True, "Accept parameters without gradient.", zero_stages=(2,))
     round_robin_gradients: bool = _flat(False, "Spread offloaded gradient copies over ranks.")
     parameter_alignment: bool = _flat(False, "Align parameters to 16 bytes in flat buffers.")
-    sub_group_size: Size = _three(1_000_000_000, "Elements updated at a time.")
+    sub_group_size: Amount = _three(1_000_000_000, "Elements updated at a time.")
     stage3_prefetch_bucket_size: Amount = _three(50_000_000, "Elements fetched ahead.")
     stage3_param_persistence_threshold: Amount = _three(100_000, "Smaller ones stay whole.")
     stage3_model_persistence_threshold: Amount | None = _three(

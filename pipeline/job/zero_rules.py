@@ -134,6 +134,10 @@ def sums_at_zero0(f: Facts) -> Iterable[Problem]:
         rule = f"must be {own} at ZeRO stage 0 with {own} weights: DeepSpeed cannot sum in fp32 there"
         remedy = f"Use ZeRO stage 1, or accept the loss of bits with {ACCUMULATION} = {own}"
         yield f.settings.problem(ACCUMULATION, rule, remedy, f.accumulation)
+    elif own == "bf16" and f.sums_in_own_format and not f.settings.given(ACCUMULATION):
+        rule = "is bf16 here, as in DeepSpeed: small gradients of many micro-batches lose bits"
+        remedy = "Use ZeRO stage 1 without offload to sum in fp32, or say bf16"
+        yield f.settings.problem(ACCUMULATION, rule, remedy, f.accumulation, "warning")
 
 
 def tied_gradients(f: Facts) -> Iterable[Problem]:
