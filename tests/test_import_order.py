@@ -63,6 +63,8 @@ MODULES_WITHOUT_TORCH = (
     "check",
     "deploy",
     "prepare",
+    "pretrain",
+    "training/rank",
 )
 
 

@@ -69,7 +69,7 @@ class _Joined(argparse.Action):
         self, parser: object, namespace: argparse.Namespace, values: Any, option: object = None
     ) -> None:
         before = getattr(namespace, self.dest, None)
-        setattr(namespace, self.dest, f"{before}@{values}" if before else values)
+        vars(namespace)[self.dest] = f"{before}@{values}" if before else values
 
 
 def _add_hosts(group: argparse._ArgumentGroup) -> None:

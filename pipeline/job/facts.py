@@ -108,7 +108,8 @@ class Settings:
                 continue
             _remove(self.values, old)
             became, there = convert(value), _at(self.values, new)
-            if there not in (None, became):
+            block = _at(self.values, new.rpartition(".")[0]) if "." in new else {}
+            if there not in (None, became) or not isinstance(block, dict | None):
                 rule = f"is the old name of {new}, which has another value"
                 self.problems.append(Problem(self.where(old), value, rule, "Remove it"))
                 continue
@@ -196,9 +197,7 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
     """Set a dotted key, making the blocks around it."""
     *blocks, name = key.split(".")
     for block in blocks:
-        if not isinstance(values.get(block), dict):
-            values[block] = {}
-        values = values[block]
+        values = values.setdefault(block, {})
     values[name] = value
 
 

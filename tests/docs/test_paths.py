@@ -18,7 +18,7 @@ _USERS = ("runs/", "tokens/", "exported/", "checkpoints/latest", "data/", "logs/
 
 def named(text: str) -> Iterator[str]:
     for match in _NAMED.finditer(text):
-        if match[1].endswith(("/", ".py")) and match[1] not in _USERS and not match[1].startswith("runs/"):
+        if match[1] not in _USERS and not match[1].startswith("runs/"):
             yield match[1]
 
 

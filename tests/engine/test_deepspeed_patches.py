@@ -105,9 +105,10 @@ def _is_foreign_change(node: ast.AST) -> bool:
         and node.func.id in ("setattr", "delattr")
     ):
         return True
-    if not isinstance(node, ast.Assign):
+    if not isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
         return False
-    targets = [t for t in node.targets if isinstance(t, ast.Attribute) and not _is_own(t)]
+    given = node.targets if isinstance(node, ast.Assign) else [node.target]
+    targets = [t for t in given if isinstance(t, ast.Attribute) and not _is_own(t)]
     return any(target.attr.startswith("_") or isinstance(node.value, ast.Lambda) for target in targets)
 
 

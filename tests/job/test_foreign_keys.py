@@ -181,6 +181,8 @@ def test_an_old_name_beside_the_new_one_must_agree(tmp_path: Path) -> None:
     assert "cpu_offload" in problem.key and "another value" in problem.rule
     config[ZERO]["offload_optimizer"]["device"] = "cpu"
     assert draft(tmp_path, config).job is not None
+    config[ZERO]["offload_optimizer"] = "cpu"
+    assert len(draft(tmp_path, config).errors) == 2
 
 
 def test_a_problem_of_a_renamed_key_names_the_line_that_was_written(tmp_path: Path) -> None:

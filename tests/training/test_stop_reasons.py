@@ -195,7 +195,7 @@ def test_the_launchs_look_counts_on_its_own_system_only(tmp_path: Path):
         assert len(list(option_problems(options))) == problems
 
 
-def test_a_agent_looks_for_the_file_that_the_command_line_names(tmp_path: Path):
+def test_an_agent_looks_for_the_file_that_the_command_line_names(tmp_path: Path):
     for given, path in (
         (["--output_dir", str(tmp_path)], tmp_path / "STOP"),
         ([f"--output_dir={tmp_path}", "--stop_file", "x:1:y"], Path("x:1:y")),
