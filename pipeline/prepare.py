@@ -21,6 +21,7 @@ from pipeline.base.fields import range_problems
 from pipeline.base.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem, job_error
 from pipeline.base.words import counted
 from pipeline.data.corpus import Corpus, data_problems, find_corpus
+from pipeline.data.folder_search import left_out_text
 from pipeline.data.inputs import token_prefix
 from pipeline.data.preparation import PreparationProgress, Rules, usual_workers, write_tokens
 from pipeline.data.remote_cache import RemoteCache
@@ -94,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _problems(options: PrepareOptions) -> list[Problem]:
     """Everything that is wrong with the command line."""
-    problems = list(data_problems(options.inputs))
+    problems = [each for each in data_problems(options.inputs) if each.severity == "error"]
     if not options.inputs:
         problems.append(Problem("inputs", "", "there are none", "Give files or folders with text"))
     if options.output is None and not options.inspect:
@@ -121,7 +122,8 @@ def _problems(options: PrepareOptions) -> list[Problem]:
 def _prepare(options: PrepareOptions, prefix: str) -> None:
     folder = Path(options.cache_dir or f"{prefix}.remote")
     with RemoteCache(folder, int(options.cache_size * 1e9)) as remote:
-        _prepare_local(options, prefix, find_corpus(remote.localize(options.inputs)))
+        written = [str(folder), f"{prefix}{BESIDE_TOKENS}"]
+        _prepare_local(options, prefix, find_corpus(remote.localize(options.inputs), written))
 
 
 def _prepare_local(options: PrepareOptions, prefix: str, corpus: Corpus) -> None:
@@ -134,6 +136,8 @@ def _prepare_local(options: PrepareOptions, prefix: str, corpus: Corpus) -> None
     workers = options.workers or usual_workers(corpus)
     size = sum(file.size for file in corpus.files)
     _say(f"{counted(len(corpus.files), 'file')}, {size / 1e6:,.1f} MB, {counted(workers, 'worker')}")
+    if corpus.left_out:
+        _say(left_out_text(corpus.left_out))
     line = _ProgressLine()
     show_messages(line.say)
     description = write_tokens(prefix, corpus, tokenizer, rules, workers, line)

@@ -3,15 +3,15 @@
 `--data` names, alone or mixed:
 
     text files              one document each
-    .jsonl[.gz|.zst]        one document a line, in a field of each object
+    .jsonl .ndjson .json    one document a line, in a field of each object; also with .gz or .zst behind it
     .parquet                one document a row, in a column
     a saved `datasets` folder (save_to_disk), and hub:NAME[:SPLIT], a dataset of the hub
     PREFIX                  Megatron token files PREFIX.bin and PREFIX.idx, used as they are
     s3://, gs://, http(s):// any of these in a remote store, replaced by local copies before it is listed here
-    folders                 searched recursively for files of the first three kinds
+    folders                 searched recursively for files of the first three kinds, through links as well
 
-Hidden names and links to folders are not followed. Without `--data` the corpus is the source text of the
-running interpreter's standard library: real text, about 10 MB, on every machine.
+What a folder holds beside them is counted by ending (`pipeline.data.folder_search`). Without `--data` the
+corpus is the source text of the running interpreter's standard library: real text, about 10 MB, everywhere.
 """
 
 from __future__ import annotations
@@ -20,21 +20,24 @@ import codecs
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 
 from pipeline.base.problems import JobError, Problem, job_error
 from pipeline.base.user_input import exists, is_file, is_folder
+from pipeline.data.folder_search import Found, left_out_text, search
 from pipeline.data.inputs import (
     RECORD_SUFFIXES,
     TEXT_SUFFIXES,
     Kind,
     arrow_files,
+    holds_json_lines,
     hub_files,
     hub_problem,
     is_hub_name,
+    is_json,
     is_remote,
     is_saved_dataset,
     kind_of,
@@ -115,79 +118,97 @@ class Corpus:
         name: For the console.
         files: To be tokenized.
         skipped: Files of a kind that is read which are not used (empty, found twice).
-        num_other: Files in the folders of kinds that are not read.
+        left_out: How much else the folders hold, by ending or another reason.
         token_files: Prefixes of token files, which need no tokenizing; their documents come last.
     """
 
     name: str
     files: tuple[InputFile, ...]
     skipped: tuple[Skipped, ...] = ()
-    num_other: int = 0
+    left_out: Mapping[str, int] = field(default_factory=dict)
     token_files: tuple[str, ...] = ()
 
 
-def data_problems(paths: Sequence[str]) -> tuple[Problem, ...]:
-    """What is wrong with the paths of `--data`, found without reading more than a file's beginning."""
-    problems = tuple(problem for path in paths if (problem := _path_problem(path)) is not None)
+def data_problems(paths: Sequence[str], written: Sequence[str] = ()) -> tuple[Problem, ...]:
+    """What is wrong with the paths of `--data`, found without reading more than a file's beginning, and notes
+    on what their folders hold beside data. `written` as in `search`."""
+    problems = tuple(problem for path in paths for problem in _path_problems(path, written))
     if problems or not paths or not all(is_file(path) and not Path(path).stat().st_size for path in paths):
         return problems
     return (no_document(", ".join(paths), [Skipped(path, "empty") for path in paths]),)
 
 
-def find_corpus(paths: Sequence[str]) -> Corpus:
+def find_corpus(paths: Sequence[str], written: Sequence[str] = ()) -> Corpus:
     """List the inputs of `paths`, or of the standard library when there are none.
 
     The order is that of `paths`, sorted by name inside each folder; token files come last.
+
+    Args:
+        written: Folders that this program writes to, which are never its input.
 
     Raises:
         JobError: a path that does not exist, is of no kind that is read, or cannot be listed; a dataset that
             cannot be loaded; no document at all.
     """
-    if problems := data_problems(paths):
-        raise JobError(problems)
+    if errors := [each for each in data_problems(paths, written) if each.severity == "error"]:
+        raise JobError(errors)
     if not paths:
-        return _collect(f"Python {sys.version.split()[0]} standard library", _library_files(), frozenset())
+        name = f"Python {sys.version.split()[0]} standard library"
+        return _collect(name, Found(_library_files()), frozenset())
     prefixes = {path: token_prefix(path) for path in paths}
     raw = [path for path in paths if prefixes[path] is None]
     token_files = tuple(dict.fromkeys(prefix for prefix in prefixes.values() if prefix is not None))
     named = {path for path in raw if not Path(path).is_dir()}
-    found = [name for path in raw for name in _expand(path)]
+    found = Found()
+    for path in raw:
+        here = _expand(path, written)
+        found.files += here.files
+        found.left_out += here.left_out
     return _collect(", ".join(paths), found, named, token_files)
 
 
-def _expand(path: str) -> Iterator[str]:
+def _expand(path: str, written: Sequence[str]) -> Found:
     """The files that `path` stands for."""
     if is_hub_name(path):
-        yield from hub_files(path)
-    elif is_saved_dataset(Path(path)):
-        yield from arrow_files(Path(path))
-    elif Path(path).is_dir():
-        yield from _walk(Path(path))
-    else:
-        yield path
+        return Found(hub_files(path))
+    if is_saved_dataset(Path(path)):
+        return Found(arrow_files(Path(path)))
+    return search(Path(path), written) if Path(path).is_dir() else Found([path])
 
 
-def _path_problem(name: str) -> Problem | None:
+def _path_problems(name: str, written: Sequence[str]) -> Iterator[Problem]:
     path = Path(name)
-    if is_hub_name(name):
-        return hub_problem(name)
-    if is_remote(name):
-        return remote_problem(name)
     try:
-        if token_prefix(name) is not None:
-            return None
-        if is_saved_dataset(path):
+        if is_hub_name(name) or is_remote(name):
+            found = hub_problem(name) if is_hub_name(name) else remote_problem(name)
+            yield from [found] if found else []
+        elif token_prefix(name) is not None:
+            pass
+        elif is_saved_dataset(path):
             arrow_files(path)
-            return None
-        if is_folder(path):
-            if any(kind_of(each) for each in _walk(path)):
-                return None
-            rule = f"the folder holds no file with one of the suffixes {_KNOWN}"
-            return Problem("data", name, rule, "Give a folder that does, or the files themselves")
+        elif is_folder(path):
+            yield from _folder_problems(name, search(path, written))
+        elif (problem := _file_problem(name)) is not None:
+            yield problem
     except JobError as error:
-        return error.problems[0]
+        yield from error.problems
     except OSError as error:
-        return unreadable(name, error)
+        yield unreadable(name, error)
+
+
+def _folder_problems(name: str, found: Found) -> Iterator[Problem]:
+    """A folder without data, or a note on what it holds beside them."""
+    left_out = left_out_text(found.left_out) if found.left_out else ""
+    if not found.files:
+        rule = f"the folder holds no file with one of the suffixes {_KNOWN}"
+        rule += f" ({left_out})" if left_out else ""
+        yield Problem("data", name, rule, "Give a folder that does, or the files themselves")
+    elif left_out:
+        yield Problem("data", name, left_out, "", severity="note")
+
+
+def _file_problem(name: str) -> Problem | None:
+    path = Path(name)
     if not is_file(path):
         rule = "is no file or folder" if exists(path) else "does not exist"
         remedy = (
@@ -197,7 +218,14 @@ def _path_problem(name: str) -> Problem | None:
         return Problem("data", name, rule, remedy)
     if path.suffix and kind_of(path.name) is None:
         rule = f"the suffix {path.suffix} is not one of those that are read ({_KNOWN})"
-        return Problem("data", name, rule, "Convert it; if it is plain text, rename the file to end in .txt")
+        remedy = "Convert or unpack it; plain text must end in .txt, lines of JSON objects in .jsonl"
+        return Problem("data", name, rule, remedy)
+    if is_json(name) and path.stat().st_size and not holds_json_lines(name, least=1):
+        rule = "does not have one JSON object on each line"
+        remedy = (
+            "Write each object on a line of its own (jq -c '.[]' for a list), in a file that ends in .jsonl"
+        )
+        return Problem("data", name, rule, remedy)
     return _reading_problem(path, kind_of(path.name) in (None, "text"))
 
 
@@ -216,14 +244,12 @@ def _reading_problem(path: Path, is_text: bool) -> Problem | None:
     return None
 
 
-def _collect(name: str, found: Sequence[str], named: Set[str], token_files: tuple[str, ...] = ()) -> Corpus:
-    """Turn the names found into inputs, each file once."""
+def _collect(name: str, found: Found, named: Set[str], token_files: tuple[str, ...] = ()) -> Corpus:
+    """Turn the files found into inputs, each once."""
     files: list[InputFile] = []
     skipped: list[Skipped] = []
     seen: dict[str, str] = {}
-    kinds = {path: kind_of(path) or ("text" if path in named else None) for path in found}
-    inputs = [path for path in found if kinds[path] is not None]
-    for path in inputs:
+    for path in found.files:
         real = os.path.realpath(path)
         if real in seen:
             skipped.append(Skipped(path, f"the same file as {seen[real]}"))
@@ -234,30 +260,13 @@ def _collect(name: str, found: Sequence[str], named: Set[str], token_files: tupl
         except OSError as error:
             raise JobError([unreadable(path, error)]) from error
         if status.st_size:
-            kind = kinds[path] or "text"
+            kind = kind_of(path) or "text"  # a named file may lack an ending
             files.append(InputFile(path, status.st_size, status.st_mtime_ns, path in named, kind))
         else:
             skipped.append(Skipped(path, "empty"))
     if not files and not token_files:
         raise JobError([no_document(name, skipped)])
-    return Corpus(name, tuple(files), tuple(skipped), len(found) - len(inputs), token_files)
-
-
-def _walk(root: Path, left_out: Set[str] = frozenset()) -> Iterator[str]:
-    """Every file below `root`, sorted, without hidden ones and the folders named in `left_out`.
-
-    Raises:
-        OSError: a folder that cannot be listed.
-    """
-
-    def fail(error: OSError) -> None:
-        raise error
-
-    for folder, folders, names in os.walk(root, onerror=fail):
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in left_out)
-        for name in sorted(names):
-            if not name.startswith("."):
-                yield str(Path(folder, name))
+    return Corpus(name, tuple(files), tuple(skipped), found.left_out, token_files)
 
 
 def _library_files() -> list[str]:
@@ -268,7 +277,7 @@ def _library_files() -> list[str]:
     root = Path(sysconfig.get_path("stdlib"))
     return [
         path
-        for path in _walk(root, _LIBRARY_LEFT_OUT)
+        for path in search(root, without=_LIBRARY_LEFT_OUT).files
         if path.endswith(".py")
         and not Path(path).relative_to(root).parts[0].startswith(_LIBRARY_GENERATED)
         and Path(path).stat().st_size

@@ -7,11 +7,15 @@ memory://KEY                          this process's memory, for tests
 
 from __future__ import annotations
 
+import codecs
+import gzip
 import importlib.util
+import io
 import json
 import re
+import zlib
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 from urllib.parse import unquote, urlsplit
 
 from pipeline.base.problems import JobError, Problem, job_error
@@ -23,9 +27,14 @@ Kind = Literal["text", "jsonl", "parquet", "arrow"]
 _PROSE = (".txt", ".text", ".md", ".rst", ".tex")
 _CODE = (".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".java", ".js", ".ts", ".go", ".rs", ".rb", ".sh")
 TEXT_SUFFIXES = _PROSE + _CODE
-_JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+_PACKED = (".gz", ".zst")
+_JSON_SUFFIXES = (".json", *(f".json{packed}" for packed in _PACKED))
+_LINES = (".jsonl", ".ndjson")
+_JSONL_SUFFIXES = (*_LINES, *(f"{lines}{packed}" for lines in _LINES for packed in _PACKED), *_JSON_SUFFIXES)
 RECORD_SUFFIXES = (*_JSONL_SUFFIXES, ".parquet")
 
+# Bytes of a line that are looked at to tell lines of JSON from one value in a file.
+_LONGEST_LINE = 1 << 26
 _HUB = "hub:"
 # The slices that `datasets` knows, train[:10%], would be ignored: its files hold the whole split.
 _SPLIT = re.compile(r"[\w.-]+")
@@ -45,6 +54,50 @@ def kind_of(path: str) -> Kind | None:
     if name.endswith(_JSONL_SUFFIXES):
         return "jsonl"
     return {".parquet": "parquet", ".arrow": "arrow"}.get(Path(name).suffix)  # type: ignore[return-value]
+
+
+def is_json(path: str) -> bool:
+    """Whether the name leaves open if a file has an object on each line, which `holds_json_lines` tells."""
+    return path.lower().endswith(_JSON_SUFFIXES)
+
+
+def is_packed(path: str) -> bool:
+    """Whether a file of this name is compressed, in a way that is read."""
+    return path.lower().endswith(_PACKED)
+
+
+def holds_json_lines(path: str, least: int = 2) -> bool:
+    """Whether a .json file has an object on each line, as far as its first lines tell.
+
+    Args:
+        least: Lines from which on that counts; one line may be the whole of another program's file.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    try:
+        with Path(path).open("rb") as raw:
+            stream = unpacked(raw, path) if is_packed(path) else raw
+            lines = [stream.readline(_LONGEST_LINE).strip() for _ in range(2)]
+    except (OSError, EOFError, zlib.error) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        return True  # damaged, which its reader says
+    lines[0] = lines[0].removeprefix(codecs.BOM_UTF8)
+    objects = [
+        line for line in lines if line.startswith(b"{") and (len(line) >= _LONGEST_LINE or line[-1:] == b"}")
+    ]
+    return len(objects) == len([line for line in lines if line]) >= least
+
+
+def unpacked(raw: IO[bytes], name: str) -> IO[bytes]:
+    """The content of a .gz or .zst file, member after member; reading it raises where the file is cut off."""
+    if name.lower().endswith(".gz"):
+        return gzip.GzipFile(fileobj=raw)  # type: ignore[return-value]
+    import pyarrow as pa
+
+    # Unlike the reader of `zstandard`, this one does not take the end of a file for the end of the data.
+    return io.BufferedReader(pa.CompressedInputStream(raw, "zstd"), buffer_size=1 << 20)
 
 
 def token_prefix(path: str) -> str | None:

@@ -8,16 +8,15 @@ task, its `ReadPosition` says where to read on, so that a killed preparation can
 from __future__ import annotations
 
 import codecs
-import gzip
-import io
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from pipeline.base.problems import JobError, job_error
 from pipeline.data.corpus import InputFile, unreadable
+from pipeline.data.inputs import is_packed, unpacked
 
 TASK_BYTES = 1 << 20
 _TASK_RECORDS = 4096
@@ -191,8 +190,8 @@ def _records(file: InputFile, text_field: str, start: ReadPosition) -> Iterator[
 def _lines(file: InputFile, start: ReadPosition) -> Iterator[tuple[bytes, int]]:
     """(line, bytes of the file read with it) of plain or compressed text."""
     with Path(file.path).open("rb", buffering=1 << 20) as raw:
-        if file.path.lower().endswith((".gz", ".zst")):
-            for number, line in enumerate(_unpacked(raw, file.path.lower()), 1):
+        if is_packed(file.path):
+            for number, line in enumerate(unpacked(raw, file.path), 1):
                 if number > start.records:
                     yield line, raw.tell()
             return
@@ -201,16 +200,6 @@ def _lines(file: InputFile, start: ReadPosition) -> Iterator[tuple[bytes, int]]:
         for line in raw:
             byte += len(line)
             yield line, byte
-
-
-def _unpacked(raw: IO[bytes], name: str) -> IO[bytes]:
-    """The content of a .gz or .zst file, member after member; reading it raises where the file is cut off."""
-    if name.endswith(".gz"):
-        return gzip.GzipFile(fileobj=raw)  # type: ignore[return-value]
-    import pyarrow as pa
-
-    # Unlike the reader of `zstandard`, this one does not take the end of a file for the end of the data.
-    return io.BufferedReader(pa.CompressedInputStream(raw, "zstd"), buffer_size=1 << 20)
 
 
 def _rows(file: InputFile, text_field: str, skip: int) -> Iterator[tuple[str | None, int]]:

@@ -12,6 +12,7 @@ import numpy as np
 from pipeline.base.problems import JobError, Problem, job_error
 from pipeline.data.blend import Blend, BlendSource, BlendState, ResumedBlend, resume_blend
 from pipeline.data.corpus import Corpus, SourceSpec, find_corpus
+from pipeline.data.folder_search import left_out_text
 from pipeline.data.order import Complement, split_documents
 from pipeline.data.packing import PackedDataset, Packing
 from pipeline.data.preparation import DEFAULT_WAIT, Rules, cached_tokens
@@ -112,6 +113,7 @@ class DataSettings:
         mask_document_end: Do not count the label after a document's last token.
         rules: Where the text of a record is, and what happens to a bad one.
         time_limit: Seconds to wait for the process that tokenizes.
+        written: Folders that the run writes to, which are never its data.
     """
 
     sequence_length: int
@@ -123,6 +125,7 @@ class DataSettings:
     mask_document_end: bool = False
     rules: Rules = field(default_factory=Rules)
     time_limit: float = DEFAULT_WAIT
+    written: tuple[str, ...] = ()
 
 
 def load_data(
@@ -152,7 +155,7 @@ def load_data(
         raise JobError(problems)
 
     def opened(spec: SourceSpec) -> OpenSource:
-        corpus = find_corpus(spec.paths)
+        corpus = find_corpus(spec.paths, settings.written)
         file = cached_tokens(corpus, tokenizer, settings.cache_folder, settings.rules, settings.time_limit)
         return OpenSource(spec, corpus, file)
 
@@ -235,8 +238,8 @@ def _aside(opened: OpenSource) -> list[str]:
     if skipped:
         shown = "; ".join(f"{entry.path} ({entry.reason})" for entry in skipped[:5])
         lines.append(f"skipped {count:,} documents: {shown}{'; ...' if count > 5 else ''}")
-    if opened.corpus.num_other:
-        lines.append(f"left out {opened.corpus.num_other:,} files of kinds that are not read")
+    if opened.corpus.left_out:
+        lines.append(left_out_text(opened.corpus.left_out))
     return lines
 
 

@@ -84,14 +84,15 @@ def validation_sets(options: Options) -> tuple[SourceSpec, ...]:
     return tuple(SourceSpec(name, paths) for name, paths in sets.items())
 
 
-def path_problems(key: str, sources: Iterable[SourceSpec]) -> Iterator[Problem]:
-    """Everything that is wrong with the sources' paths, found without reading the data.
+def path_problems(key: str, sources: Iterable[SourceSpec], written: Sequence[str]) -> Iterator[Problem]:
+    """Everything that is wrong with the sources' paths, found without reading the data, and what is left out.
 
     Args:
         key: The option that messages name.
+        written: Folders that the run writes to.
     """
     for source in sources:
-        yield from (replace(problem, key=key) for problem in data_problems(source.paths))
+        yield from (replace(problem, key=key) for problem in data_problems(source.paths, written))
 
 
 def _weighted(entry: str) -> tuple[str, Fraction] | None:

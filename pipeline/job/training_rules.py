@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from pipeline.base.fields import AUTO
+from pipeline.base.fields import AUTO, Undecided
 from pipeline.base.problems import Problem
 from pipeline.base.user_input import exists, is_file, is_folder
 from pipeline.data.inputs import kind_of, token_prefix
 from pipeline.job.data_sources import path_problems
 from pipeline.job.facts import Facts
+from pipeline.job.model_source import output_folder
 from pipeline.job.schema import MONITORS
 
 _PARAMETERS_OF = {
@@ -154,4 +156,12 @@ def prompt(f: Facts) -> Iterable[Problem]:
 def data(f: Facts) -> Iterable[Problem]:
     for key in ("data", "validation"):
         yield from f.failures.get(key, ())
-        yield from path_problems(key, f.sources.get(key, ()))
+        yield from path_problems(key, f.sources.get(key, ()), _written(f))
+
+
+def _written(f: Facts) -> list[str]:
+    """Folders that the run writes to, as far as they are known."""
+    folders = [f.options.cache_dir] if f.options.cache_dir else []
+    with suppress(Undecided):  # the model's problem is reported
+        folders.append(output_folder(f.options, f.model.name))
+    return folders

@@ -135,6 +135,7 @@ def _data_settings(job: Job) -> DataSettings:
         document_mask=spec.document_mask,
         mask_document_end=spec.mask_document_end,
         rules=Rules(spec.text_field, spec.on_bad_record),
+        written=(job.output_dir, spec.cache_folder),
     )
 
 

@@ -1,4 +1,6 @@
+import gzip
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -38,7 +40,7 @@ def test_folders_are_searched_recursively_in_a_fixed_order(tmp_path: Path) -> No
     write(tmp_path / ".git", config_txt="hidden")
     (tmp_path / ".hidden.txt").write_text("hidden")
     assert listed(tmp_path) == ["b.txt", "a/a.PY", "a/z.md", "a/deep/x.rst"]
-    assert find_corpus([str(tmp_path)]).num_other == 1
+    assert find_corpus([str(tmp_path)]).left_out == {"hidden": 2, ".json without an object on each line": 1}
 
 
 def test_order_is_not_that_of_the_disk(tmp_path: Path) -> None:
@@ -65,6 +67,73 @@ def test_a_file_counts_once_and_empty_ones_are_named(tmp_path: Path) -> None:
         ("link.txt", "the same file as"),
         ("a.txt", "the same file as"),
     ]
+
+
+def test_what_this_program_writes_is_never_its_input(tmp_path: Path) -> None:
+    write(tmp_path, a_txt="a", own__metrics_jsonl="{}\n{}\n", own__data__x_txt="x", old__run_json="{}")
+    write(tmp_path, old__metrics_jsonl="{}\n{}\n", tok_bin="", tok_idx="", tok_json="{}\n{}\n", tok_txt="t")
+    write(tmp_path, tok_tokenizer__vocab_txt="v", model__config_json="{}", model__model_safetensors="")
+    write(tmp_path, model__README_md="generated")
+    (tmp_path / "link").symlink_to(tmp_path / "own")
+    corpus = find_corpus([str(tmp_path)], [str(tmp_path / "own")])
+    assert [Path(file.path).name for file in corpus.files] == ["a.txt", "tok.txt"]
+    assert corpus.left_out == {
+        "folder that this run writes to": 1,
+        "folder of a run": 1,
+        "folder of a model": 1,
+        "of token files, which are named by their PREFIX": 4,
+    }
+    for wrong, written in (("old", ()), ("own", (str(tmp_path / "own"),))):
+        (problem,) = data_problems([str(tmp_path / wrong)], written)
+        assert re.search(r"holds no file .*\(left out: 1 folder (of a|that this) run", problem.rule)
+
+
+def test_links_are_followed_once_and_come_last(tmp_path: Path) -> None:
+    write(tmp_path, data__b__x_txt="x", data__z_txt="z", other__deep__o_txt="o")
+    links = {
+        "data/a": "data/b",
+        "data/c": "other",
+        "other/up": ".",
+        "data/gone.txt": "gone",
+        "data/d": "data/d",
+    }
+    for link, target in links.items():
+        (tmp_path / link).symlink_to(tmp_path / target)
+    os.mkfifo(tmp_path / "data/pipe.txt")
+    corpus = find_corpus([str(tmp_path / "data")])
+    found = [os.path.relpath(file.path, tmp_path / "data") for file in corpus.files]
+    assert found == ["z.txt", "b/x.txt", "c/deep/o.txt"]
+    assert corpus.left_out == {"without a file behind the name": 3}
+
+
+@pytest.mark.parametrize(
+    ("content", "in_folder", "by_name"),
+    [
+        ('{"text": "a"}\n{"text": "b"}\n', True, True),
+        ('\n{"text": "a"}\n', False, True),
+        ('{"text": "a"}', False, True),
+        ('{\n  "text": "a"\n}\n', False, False),
+        ('[{"text": "a"},\n{"text": "b"}]', False, False),
+        ('{"text": "a"}\n[]\n', False, False),
+    ],
+)
+def test_json_is_read_where_each_line_has_an_object(
+    tmp_path: Path, content: str, in_folder: bool, by_name: bool
+) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "b.json").write_text(content)
+    (tmp_path / "c.json.gz").write_bytes(gzip.compress(content.encode()))
+    assert listed(tmp_path) == (["a.txt", "b.json", "c.json.gz"] if in_folder else ["a.txt"])
+    problems = data_problems([str(tmp_path / "b.json"), str(tmp_path / "c.json.gz")])
+    assert ["one JSON object on each line" in problem.rule for problem in problems] == [True, True] * (
+        not by_name
+    )
+
+
+def test_the_check_notes_what_a_folder_holds_beside_data(tmp_path: Path) -> None:
+    write(tmp_path, a_txt="a", b_csv="b", c_csv="c", README="d", e_tar_gz="e")
+    (note,) = data_problems([str(tmp_path)])
+    assert (note.severity, note.rule) == ("note", "left out: 2 .csv, 1 .tar.gz, 1 without a known ending")
 
 
 def test_every_wrong_path_is_reported_at_once(tmp_path: Path) -> None:

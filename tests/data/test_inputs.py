@@ -43,6 +43,18 @@ def write_gz(path: Path) -> str:
     return str(path)
 
 
+def write_json(path: Path) -> str:
+    path = path.with_suffix(".json.gz")
+    path.write_bytes(gzip.compress(json_lines(TEXTS)))
+    return str(path)
+
+
+def write_ndjson(path: Path) -> str:
+    path = path.with_suffix(".ndjson")
+    path.write_bytes(json_lines(TEXTS))
+    return str(path)
+
+
 def write_zst(path: Path) -> str:
     path = path.with_suffix(".jsonl.zst")
     content = json_lines(TEXTS)
@@ -68,7 +80,16 @@ def write_tokens_of_others(path: Path) -> str:
     return str(path)
 
 
-WRITERS = [write_plain, write_gz, write_zst, write_parquet, write_dataset, write_tokens_of_others]
+WRITERS = [
+    write_plain,
+    write_gz,
+    write_zst,
+    write_parquet,
+    write_dataset,
+    write_json,
+    write_ndjson,
+    write_tokens_of_others,
+]
 
 
 def prepared(cache: Path, *paths: str, rules: Rules | None = None) -> TokenFile:
@@ -90,9 +111,9 @@ def test_a_document_for_each_record_in_order(tmp_path: Path, write: Callable[[Pa
 def test_all_kinds_mix_and_token_files_come_last(tmp_path: Path) -> None:
     (tmp_path / "prose.txt").write_text("prose")
     paths = [write(tmp_path / f"data{number}") for number, write in enumerate(WRITERS)]
-    order = [paths[5], str(tmp_path / "prose.txt"), *paths[:5]]
-    assert texts_of(prepared(tmp_path / "cache", *order)) == ["prose", *TEXTS * 6]
-    assert texts_of(prepared(tmp_path / "cache", str(tmp_path / "data5.bin"))) == TEXTS
+    order = [paths[-1], str(tmp_path / "prose.txt"), *paths[:-1]]
+    assert texts_of(prepared(tmp_path / "cache", *order)) == ["prose", *TEXTS * len(WRITERS)]
+    assert texts_of(prepared(tmp_path / "cache", f"{paths[-1]}.bin")) == TEXTS
 
 
 def test_folders_are_searched_for_all_kinds_of_files(tmp_path: Path) -> None:
@@ -103,7 +124,7 @@ def test_folders_are_searched_for_all_kinds_of_files(tmp_path: Path) -> None:
     write_zst(folder / "b")
     write_parquet(folder / "c")
     assert texts_of(prepared(tmp_path / "cache", str(folder))) == ["a", *TEXTS, *TEXTS]
-    assert find_corpus([str(folder)]).num_other == 1
+    assert find_corpus([str(folder)]).left_out == {".csv": 1}
 
 
 def test_the_field_has_a_name(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_summary_names_sizes_the_tail_and_what_is_left_aside(texts: Path) -> Non
     assert "skipped 2 documents" in said
     assert "bad.txt (not UTF-8 at byte 0)" in said
     assert "none.txt (empty)" in said
-    assert "left out 1 files of kinds that are not read" in said
+    assert "left out: 1 .csv" in said
 
 
 def test_less_text_than_one_sample_is_a_problem(texts: Path) -> None:

@@ -141,7 +141,7 @@ CASES: list[tuple[str, dict[str, Any], tuple, dict[str, Any], str, str]] = [
     ("sample", {}, ((2,), CPU), {"sample_prompt": ""}, "sample_prompt", "at least one character"),
     ("data", {}, ((2,), CPU), {"data": ("/no/such/file",)}, "data", "does not exist"),
     ("data", {}, ((2,), CPU), {"data": (str(Path(__file__).parents[2] / "ds_configs" / "zero1.json"),)},
-     "data", "suffix .json is not one of those that are read"),
+     "data", "does not have one JSON object on each line"),
     ("evaluation", {}, ((2,), CPU), {"data": (__file__,)}, "eval_samples", "is a single document"),
     ("evaluation", {}, ((2,), CPU), {"data": (f"{__file__}=0.5", f"{Path(__file__).parent}=0.5")},
      "eval_samples", "test_rules.py is a single document"),
