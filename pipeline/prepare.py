@@ -19,6 +19,7 @@ import tyro
 from pipeline.base.command import run_command, show_messages
 from pipeline.base.fields import range_problems
 from pipeline.base.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem, job_error
+from pipeline.base.user_input import exists, is_folder
 from pipeline.base.words import counted
 from pipeline.data.corpus import Corpus, data_problems, find_corpus
 from pipeline.data.folder_search import left_out_text
@@ -105,6 +106,7 @@ def _problems(options: PrepareOptions) -> list[Problem]:
         rule, remedy = "is no PREFIX of token files", "Give one, or --output PREFIX to make some"
         unprepared = [path for path in options.inputs if token_prefix(path) is None]
         problems += [Problem("inputs", path, rule, remedy) for path in unprepared]
+    problems += _prefix_problems(options.output)
     problems += range_problems(options)
     if options.train_tokenizer is not None and options.output is None:
         rule = "is saved beside the token files"
@@ -117,6 +119,22 @@ def _problems(options: PrepareOptions) -> list[Problem]:
     except JobError as error:
         problems += error.problems
     return problems
+
+
+def _prefix_problems(prefix: str | None) -> list[Problem]:
+    """A PREFIX that is a folder, a file or one of the files to make: --data PREFIX could not mean it."""
+    if prefix is None:
+        return []
+    if prefix.endswith((".bin", ".idx")):
+        rule = "is the name of a token file, not the PREFIX of both"
+        return [Problem("output", prefix, rule, f"Give --output {prefix[:-4] or 'tokens'}")]
+    if prefix.endswith("/") or not Path(prefix).name or is_folder(prefix):
+        rule = "is a folder, and a PREFIX is the beginning of files' names"
+        return [Problem("output", prefix, rule, f"Give --output {Path(prefix) / 'tokens'}")]
+    if exists(prefix):
+        rule = "is a file, which --data would read in place of the tokens"
+        return [Problem("output", prefix, rule, f"Give --output {prefix}.tokens")]
+    return []
 
 
 def _prepare(options: PrepareOptions, prefix: str) -> None:

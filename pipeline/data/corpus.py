@@ -182,8 +182,13 @@ def _path_problems(name: str, written: Sequence[str]) -> Iterator[Problem]:
         if is_hub_name(name) or is_remote(name):
             found = hub_problem(name) if is_hub_name(name) else remote_problem(name)
             yield from [found] if found else []
-        elif token_prefix(name) is not None:
-            pass
+        elif (prefix := token_prefix(name)) is not None:
+            yield from _half_token_files(name, prefix)
+        elif not name.endswith(os.sep) and is_file(f"{name}.bin") and is_file(f"{name}.idx"):
+            kind = "folder" if is_folder(path) else "file"
+            rule = f"names two things: this {kind}, and the token files {name}.bin and .idx"
+            other = f"{name}/ for the folder" if kind == "folder" else "rename the file to mean it"
+            yield Problem("data", name, rule, f"Give {name}.idx for the tokens, or {other}")
         elif is_saved_dataset(path):
             arrow_files(path)
         elif is_folder(path):
@@ -194,6 +199,13 @@ def _path_problems(name: str, written: Sequence[str]) -> Iterator[Problem]:
         yield from error.problems
     except OSError as error:
         yield unreadable(name, error)
+
+
+def _half_token_files(name: str, prefix: str) -> Iterator[Problem]:
+    """Token files of which one is missing."""
+    for missing in (f"{prefix}{suffix}" for suffix in (".bin", ".idx") if not is_file(f"{prefix}{suffix}")):
+        rule = f"{missing} is missing; token files are PREFIX.bin and PREFIX.idx, both"
+        yield Problem("data", name, rule, "Restore that file, or prepare again")
 
 
 def _folder_problems(name: str, found: Found) -> Iterator[Problem]:

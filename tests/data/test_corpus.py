@@ -136,6 +136,15 @@ def test_the_check_notes_what_a_folder_holds_beside_data(tmp_path: Path) -> None
     assert (note.severity, note.rule) == ("note", "left out: 2 .csv, 1 .tar.gz, 1 without a known ending")
 
 
+def test_a_path_names_one_thing_and_token_files_are_two(tmp_path: Path) -> None:
+    write(tmp_path, words__a_txt="a", words_bin="", words_idx="", half_bin="")
+    (two,) = data_problems([str(tmp_path / "words")])
+    assert "names two things: this folder" in two.rule and f"{tmp_path}/words/ for the folder" in two.remedy
+    assert data_problems([f"{tmp_path}/words/", f"{tmp_path}/words.idx"]) == ()
+    (half,) = data_problems([str(tmp_path / "half.bin")])
+    assert "half.idx is missing" in half.rule
+
+
 def test_every_wrong_path_is_reported_at_once(tmp_path: Path) -> None:
     write(tmp_path, data_csv="a,b", only__x_bin="x", good_txt="text")
     os.mkfifo(tmp_path / "pipe.txt")
