@@ -23,6 +23,8 @@ _TASK_RECORDS = 4096
 # A text file above this is read and encoded part by part.
 PART_BYTES = 4 << 20
 _ROWS = 1024
+# Of columns; tables written by other programs often have text as bytes, or numbered in a dictionary.
+_TEXT_TYPES = {"string", "large_string", "string_view", "binary", "large_binary", "binary_view"}
 
 
 @dataclass(frozen=True)
@@ -242,20 +244,23 @@ def _check_column(file: InputFile, schema: Any, text_field: str) -> None:
         rule = f"{file.path} has no column of that name; it has {', '.join(schema.names)}"
         raise job_error("text_field", text_field, rule, "Give one of these with --text_field")
     kind = schema.field(text_field).type
-    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
+    values = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if str(values) not in _TEXT_TYPES:
         rule = f"{file.path} holds values of type {kind} there, not text"
         raise job_error("text_field", text_field, rule, "Give a column of text with --text_field")
 
 
 def _strings(array: Any) -> list[Any]:
     """Python strings of an Arrow array; bytes where a value is not UTF-8, so that it can be reported."""
-    try:
-        return array.to_pylist()
-    except UnicodeDecodeError:
-        import pyarrow as pa
+    import pyarrow as pa
 
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    try:
+        values = array.to_pylist()
+    except UnicodeDecodeError:
         values = array.cast(pa.large_binary()).to_pylist()
-        return [value if value is None else _text_or_bytes(value) for value in values]
+    return [_text_or_bytes(value) if isinstance(value, bytes) else value for value in values]
 
 
 def _text_or_bytes(value: bytes) -> str | bytes:

@@ -19,11 +19,15 @@ def start_lines(job: Job, data: TrainingData, selection: Selection) -> list[str]
 
 
 def _repetition(job: Job, data: TrainingData) -> list[str]:
-    """A line where a run repeats its data so often that repeating stops to help."""
-    passes = job.train_steps * job.batch.tokens_per_step / data.train.num_tokens
-    if passes <= MANY_PASSES:
-        return []
-    return [f"this run goes {passes:,.0f} times over the training data and will memorise it: give it more"]
+    """How often the whole run goes over each source, and whether repeating stops to help."""
+    samples = job.train_steps * job.batch.tokens_per_step / job.batch.sequence_length
+    lines = []
+    for source in data.train.sources:
+        passes = samples * float(source.weight) / source.dataset.samples_per_epoch
+        if source.weight:
+            advice = " and will memorise it: give it more" if passes > MANY_PASSES else ""
+            lines.append(f"this run goes {passes:,.1f} times over {source.name}{advice}")
+    return lines
 
 
 def _parallelism(job: Job) -> list[str]:

@@ -177,6 +177,14 @@ def test_a_row_without_text_or_utf8_is_bad_too(tmp_path: Path) -> None:
         prepared(tmp_path / "cache", str(tmp_path / "a.parquet"))
 
 
+@pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary(), pa.dictionary(pa.int32(), pa.string())])
+def test_text_as_bytes_or_in_a_dictionary_is_read(tmp_path: Path, kind: pa.DataType) -> None:
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pa.table({"text": pa.array([*TEXTS, TEXTS[0], None]).cast(kind)}), path)
+    file = prepared(tmp_path / "cache", str(path), rules=Rules(on_bad_record="skip"))
+    assert (texts_of(file), file.num_skipped) == ([*TEXTS, TEXTS[0]], 1)
+
+
 def test_a_column_of_numbers_is_no_text(tmp_path: Path) -> None:
     parquet.write_table(pa.table({"text": [1, 2]}), tmp_path / "a.parquet")
     with pytest.raises(JobError, match="holds values of type int64 there, not text"):
