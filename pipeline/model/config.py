@@ -148,7 +148,7 @@ def model_from_json(values: dict[str, Any], source: str = "model") -> ModelConfi
     Raises:
         JobError: unknown or missing fields, wrong types, sizes that do not fit; all of them.
     """
-    values = dict(values)
+    values = _set(values)
     problems = list(check(ModelConfig, values, lambda key: f"{source}: {key}"))
     if problems:
         raise JobError(problems)

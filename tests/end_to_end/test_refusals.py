@@ -37,7 +37,7 @@ def tensor(size: int) -> dict[str, Any]:
 
 BOTH = {"fp16": {"enabled": True}, "bf16": {"enabled": True}}
 CASES = (
-    Case("world", tensor(2), (), ("world size = 3", "3 / 2 is not whole", "Change pipeline.stages"), 3),
+    Case("world", tensor(2), (), ("world size = 3", "3 / 2 is not whole", "Use 2 or 4 ranks"), 3),
     Case("heads", tensor(8), (), ("tensor_parallel.autotp_size = 8", "attention heads 4", "Use 1, 2"), 8),
     Case("stages", {"pipeline": {"stages": 9}}, (), ("pipeline.stages = 9", "3 layers"), 9),
     Case("sequence", {"sequence_parallel_size": 3}, (), ("sequence_parallel_size = 3", "length 32", "30"), 3),
@@ -275,7 +275,7 @@ def test_data_too_small_is_refused_by_every_rank_and_leaves_the_folder_free(shop
     for number in range(2):
         (small / f"{number}.txt").write_text("short", encoding="utf-8")
     arguments = shop.arguments("run", shop.config())
-    result = run_job([*arguments, "--data", str(small)], 2)
+    result = run_job([str(small) if each == shop.text() else each for each in arguments], 2)
     assert result.exit_codes == (2, 2)
     said = flat(result.stderr[0])
     assert "data = " in said and "Give more text, or a smaller --seq_length" in said
