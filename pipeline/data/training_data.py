@@ -41,7 +41,7 @@ class EvalData:
 
     Attributes:
         name: None for the validation documents of a single source, which have no name.
-        aside: Lines about the files of a validation set that are not used; empty for part of a source.
+        aside: Lines about the files of a validation set that are not used, or a source's unequal share.
     """
 
     name: str | None
@@ -187,12 +187,24 @@ def _packed(
         sources.append(BlendSource(name, each.spec.weight, dataset, file.fingerprint, watched))
         if len(held_out):
             shown = name if len(training) > 1 else None
-            evaluation.append(EvalData(shown, _dataset(each, held_out, settings, keep_tail=True)))
+            held = _dataset(each, held_out, settings, keep_tail=True)
+            share = held.num_tokens / max(held.num_tokens + dataset.num_tokens, 1)
+            evaluation.append(EvalData(shown, held, tuple(_far_share(share, settings.eval_fraction))))
     for each in named:
         everything = Complement(each.token_file.num_documents, np.arange(0))
         dataset = _dataset(each, everything, settings, keep_tail=True)
         evaluation.append(EvalData(each.spec.name, dataset, tuple(_aside(each))))
     return sources, evaluation
+
+
+def _far_share(share: float, asked: float) -> list[str]:
+    """A line where whole documents hold out more than twice or less than half the tokens asked for."""
+    if asked / 2 <= share <= asked * 2:
+        return []
+    return [
+        f"WARNING: that is {share:.1%} of the tokens, where --eval_fraction asks for {asked:.1%}: "
+        "documents are held out whole, and differ in length; give more and shorter ones, or --validation"
+    ]
 
 
 def _dataset(

@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import numpy as np
@@ -79,6 +80,23 @@ def test_summary_names_sizes_the_tail_and_what_is_left_aside(texts: Path) -> Non
     assert "bad.txt (not UTF-8 at byte 0)" in said
     assert "none.txt (empty)" in said
     assert "left out: 1 .csv" in said
+
+
+def test_a_held_out_share_far_from_what_was_asked_is_said(tmp_path: Path) -> None:
+    assert not any(
+        "WARNING" in line for line in load(_two_texts(tmp_path / "even", 500, 500), fraction=0.5).summary()
+    )
+    said = "\n".join(load(_two_texts(tmp_path / "far", 5000, 200), fraction=0.05).summary())
+    assert re.search(
+        r"WARNING: that is (96|3\.9|4)\S*% of the tokens, where --eval_fraction asks for 5.0%", said
+    )
+
+
+def _two_texts(folder: Path, first: int, second: int) -> Path:
+    folder.mkdir()
+    for name, size in (("a", first), ("b", second)):
+        (folder / f"{name}.txt").write_text(name * size)
+    return folder
 
 
 def test_less_text_than_one_sample_is_a_problem(texts: Path) -> None:
