@@ -15,6 +15,7 @@ from pipeline.cluster.launcher_options import (
     LauncherOptions,
 )
 from pipeline.cluster.rank_environment import free_port
+from pipeline.cluster.world import Paper
 from pipeline.job.options import CheckOptions
 from pipeline.job.report import console, print_problems
 from pipeline.launch.environment import (
@@ -44,13 +45,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_WRONG_JOB
     if options.environment:
         return check_environment()
-    draft = check(options, launcher, options.world_size)
+    paper = Paper(options.world_size, options.hosts_like, options.device)
+    draft = check(options, launcher, paper)
     if (options.hosts or options.fabric) and draft.world is not None:
         draft, found = check_with_hosts(draft, launcher)
         console().print(hosts_table(found))
         if options.fabric:
             draft.problems += check_links(found, launcher)
-    if draft.job is not None and options.world_size is None and launcher.is_first_host:
+    if draft.job is not None and not paper.has_ranks and launcher.is_first_host:
         draft.problems += running_problems(draft.job.output_dir)
     if draft.errors:
         draft.job = None
@@ -61,9 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _conflicts(options: CheckOptions, arguments: Sequence[str]) -> list[Problem]:
     """Things to look at that exclude each other."""
     problems = []
+    told = [name for name in ("world_size", "hosts_like", "device") if getattr(options, name) is not None]
     for name in ("hosts", "fabric"):
-        if getattr(options, name) and options.world_size is not None:
-            rule = "asks hosts, and --world_size describes ranks without any"
+        if getattr(options, name) and told:
+            rule = f"asks hosts, and --{told[0]} describes ranks without any"
             problems.append(Problem(name, True, rule, "Leave one of them out"))
     others = [word for word in arguments if word != "--environment"]
     if options.environment and others:

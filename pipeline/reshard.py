@@ -21,7 +21,7 @@ from pipeline.checkpoints.manifest import Checkpoint
 from pipeline.checkpoints.output import output_problems
 from pipeline.checkpoints.resume import checkpoint_at, conversion_problems, differences, layout_changes
 from pipeline.cluster.launcher_options import LauncherOptions, launcher_problems
-from pipeline.cluster.world import resolve_world
+from pipeline.cluster.world import Paper, resolve_world
 from pipeline.job.job import Job
 from pipeline.job.options import CheckOptions
 from pipeline.job.report import console, print_interruption, print_problems
@@ -148,7 +148,7 @@ def _job(checkpoint: Checkpoint, options: ReshardOptions, launcher: LauncherOpti
     options = _options_for(options, checkpoint)
     filters = (launcher.include, launcher.exclude, launcher.num_nodes, launcher.num_gpus)
     try:
-        draft = examine(options, resolve_world(launcher.hostfile, *filters, options.world_size))
+        draft = examine(options, resolve_world(launcher.hostfile, *filters, Paper(options.world_size)))
     except JobError as error:
         draft = examine(options, None, error.problems)
     problems = [*draft.errors, *launcher_problems(launcher)]

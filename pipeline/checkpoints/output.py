@@ -18,6 +18,7 @@ from pipeline.checkpoints.lineage import LINEAGE
 from pipeline.job.job import Job
 from pipeline.job.run_file import CHECKPOINTS, RUN_FILE
 from pipeline.model.counts import total_parameters
+from pipeline.model.memory import BYTES
 
 
 def output_problems(key: str, given: str) -> list[Problem]:
@@ -62,9 +63,6 @@ def _holds_checkpoints(folder: Path, made: Path) -> bool:
 
 
 _FP32 = 4
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-# Tensors of the optimizer's state for each parameter.
-_MOMENTS = {"AdamW": 2, "Adam": 2, "SGD": 0}
 # What the manifest, the index and the like take, and file systems round up.
 _SLACK = 1 << 20
 
@@ -75,10 +73,9 @@ def checkpoint_bytes(job: Job) -> int:
     ZeRO 3 and fp32 without ZeRO keep no copy beside the masters. Worked for GPT-2 124M with AdamW and bf16 at
     ZeRO 1: 124.4 M x (4 + 8 + 2) = 1.74 GB.
     """
-    moments = _MOMENTS[job.optimizer.type] + (job.optimizer.momentum > 0)
     alone = job.zero_stage == 3 or (job.zero_stage == 0 and job.precision.compute == "fp32")
-    model_copy = 0 if alone else _BYTES[job.precision.compute]
-    return total_parameters(job.model, padded=True) * (_FP32 * (1 + moments) + model_copy)
+    model_copy = 0 if alone else BYTES[job.precision.compute]
+    return total_parameters(job.model, padded=True) * (_FP32 * (1 + job.optimizer.moments) + model_copy)
 
 
 def free_bytes(folder: Path) -> int:

@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeline.base.problems import Problem
 
@@ -38,11 +38,13 @@ class Gpu:
         index: Its number on this machine, as CUDA_VISIBLE_DEVICES and the launcher count.
         name: As the driver names it, such as ``NVIDIA A100-SXM4-80GB``.
         capability: Compute capability, such as (8, 0).
+        memory: Bytes; None where the driver does not say.
     """
 
     index: int
     name: str
     capability: tuple[int, int]
+    memory: int | None = None
 
 
 def visible_gpus(environ: Mapping[str, str] = os.environ) -> tuple[tuple[Gpu, ...], tuple[Problem, ...]]:
@@ -67,7 +69,7 @@ def visible_gpus(environ: Mapping[str, str] = os.environ) -> tuple[tuple[Gpu, ..
         remedy = "List each GPU once, by a number that nvidia-smi shows, or unset it"
         return (), (Problem("CUDA_VISIBLE_DEVICES", visible, rule, remedy),)
     named = zip(indices, gpus, strict=True)
-    return tuple(Gpu(index, gpu.name, gpu.capability) for index, gpu in named), ()
+    return tuple(replace(gpu, index=index) for index, gpu in named), ()
 
 
 def _ask_driver() -> tuple[tuple[Gpu, ...], tuple[Problem, ...]]:
@@ -104,7 +106,9 @@ def _describe(driver: ctypes.CDLL, index: int) -> Gpu:
     major, minor = ctypes.c_int(), ctypes.c_int()
     driver.cuDeviceGetAttribute(ctypes.byref(major), _COMPUTE_CAPABILITY_MAJOR, index)
     driver.cuDeviceGetAttribute(ctypes.byref(minor), _COMPUTE_CAPABILITY_MINOR, index)
-    return Gpu(index, name.value.decode(), (major.value, minor.value))
+    memory = ctypes.c_size_t()
+    known = driver.cuDeviceTotalMem_v2(ctypes.byref(memory), index) == _CUDA_SUCCESS
+    return Gpu(index, name.value.decode(), (major.value, minor.value), memory.value if known else None)
 
 
 def driver_needed(driver: str, cuda: str) -> int | None:

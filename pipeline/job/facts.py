@@ -24,6 +24,7 @@ from pipeline.job.options import Options
 from pipeline.job.schema import KEYS, DeepSpeedConfig, children
 from pipeline.job.world import World
 from pipeline.model.config import ModelConfig
+from pipeline.model.memory import Training
 
 _ZERO = "zero_optimization"
 
@@ -238,6 +239,7 @@ class Facts:
     _world: World | None
     _model: ModelConfig | None
     _batch: Batch | None = None
+    _training: Training | None = None
     _tokenizer: TokenizerFacts | None = None
     sources: Mapping[str, tuple[SourceSpec, ...]] = field(default_factory=dict)
     failures: Mapping[str, Sequence[Problem]] = field(default_factory=dict)
@@ -303,6 +305,11 @@ class Facts:
     @property
     def batch(self) -> Batch:
         return known(self._batch)
+
+    @property
+    def training(self) -> Training:
+        """What decides the memory of a rank."""
+        return known(self._training)
 
     @property
     def zero_stage(self) -> int:

@@ -71,6 +71,11 @@ class OptimizerConfig:
     nesterov: bool = False
     fused: bool = True
 
+    @property
+    def moments(self) -> int:
+        """Numbers of state that are kept for each parameter."""
+        return 2 if self.type in ("Adam", "AdamW") else int(self.momentum > 0)
+
 
 @dataclass(frozen=True)
 class Resolved:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import accumulate
 
 from pipeline.base.problems import Problem
-from pipeline.base.words import listed
+from pipeline.base.words import listed, size
 from pipeline.data.tokenizer import BYTES
 from pipeline.job.facts import Facts
+from pipeline.job.world import GB, LARGEST_MEMORY
+from pipeline.model.memory import RankMemory, Training, rank_memory
 
 
 def world(f: Facts) -> Iterable[Problem]:
@@ -145,3 +148,83 @@ def micro_batches(f: Facts) -> Iterable[Problem]:
     key = "gradient_accumulation_steps"
     remedy = f"Use at least {least} micro-batches per step"
     yield f.settings.problem(key, rule, remedy, steps, "error" if dual else "warning")
+
+
+# More than this is rare among GPUs that nobody has asked: A100 and H100 have it.
+USUAL_MEMORY = 80 * GB
+
+
+def memory(f: Facts) -> Iterable[Problem]:
+    held = rank_memory(f.model, f.training)
+    if f.world.device == "cuda":
+        yield from _device_memory(f, held)
+    yield from _host_memory(f, held)
+
+
+def _device_memory(f: Facts, held: RankMemory) -> Iterable[Problem]:
+    """An error where state alone exceeds the GPU, or the largest there is; a warning where more may."""
+    own = f.world.known_memory
+    device, limit = (f.world.device_name or "the GPU", own) if own else ("the largest GPU", LARGEST_MEMORY)
+    state = f"weights, gradients and optimizer state of a rank take {size(held.state)}"
+    key = "zero_optimization.stage"
+    if held.state > limit:
+        rule = f"{state}, and {device} has {size(limit)}"
+        yield f.settings.problem(key, rule, _least_change(f, limit), f.zero_stage)
+    elif not own and held.state > USUAL_MEMORY:
+        rule = f"{state}: more than the {size(USUAL_MEMORY)} of an A100 or H100, and no GPU was asked"
+        remedy = f"Check with --hosts or --device. Else: {_least_change(f, USUAL_MEMORY)}"
+        yield f.settings.problem(key, rule, remedy, f.zero_stage, "warning")
+    elif own and held.total > own:
+        rule = f"{state}, with activations and buffers {size(held.total)}, and {device} has {size(own)}"
+        smaller = (
+            "a smaller train_micro_batch_size_per_gpu" if f.training.micro_batch > 1 else "shorter sequences"
+        )
+        modes = "activation_checkpointing.mode full" if f.training.recompute != "full" else "more ranks"
+        remedy = f"Use {smaller} or {modes}, if it runs out of memory"
+        yield f.settings.problem(
+            "train_micro_batch_size_per_gpu", rule, remedy, f.training.micro_batch, "warning"
+        )
+
+
+def _host_memory(f: Facts, held: RankMemory) -> Iterable[Problem]:
+    ranks, has = f.world.size, f.world.host_memory
+    on_cpu = f.world.device == "cpu"
+    needed = ranks * (held.host + (held.total if on_cpu else 0))
+    if has is not None and needed > has:
+        what = "" if on_cpu else "offloaded state of "
+        rule = f"{what}{ranks} ranks takes {size(needed)} of this host's memory, which has {size(has)}"
+        remedy = "Use a smaller model or more hosts; --device checks for GPUs"
+        yield Problem("model", f.model.name, rule, remedy, "warning")
+
+
+def _least_change(f: Facts, limit: int) -> str:
+    """The first of some changes with which a rank's state fits, each larger than the one before."""
+    for change, training in _changes(f):
+        held = rank_memory(f.model, training)
+        if held.state <= limit:
+            host = f", {size(held.host)} of host memory for each rank" if held.host else ""
+            return f"{change}: {size(held.state)}{host}"
+    doubled = f.training
+    while doubled.mesh.world_size <= 2**16:
+        doubled = replace(doubled, mesh=replace(doubled.mesh, data=2 * doubled.mesh.data))
+        sharded = replace(doubled, zero_stage=3) if f.stages == 1 else doubled
+        if (held := rank_memory(f.model, sharded)).state <= limit:
+            stage = f" with ZeRO stage {sharded.zero_stage}"
+            return f"Use {doubled.mesh.world_size} ranks{stage}: {size(held.state)}"
+    return "Divide the model by more pipeline.stages or a larger tensor_parallel.autotp_size"
+
+
+def _changes(f: Facts) -> Iterator[tuple[str, Training]]:
+    """Changes of the JSON that need less memory, the smallest first."""
+    now, highest = f.training, 3 if f.stages == 1 else 1
+    for stage in range(f.zero_stage + 1, highest + 1):
+        yield f"Set zero_optimization.stage to {stage}", replace(now, zero_stage=stage)
+    if now.compute == "fp32" and f.world.bf16_native:
+        for stage in range(max(f.zero_stage, 1), highest + 1):
+            both = f"Turn bf16 on and set zero_optimization.stage to {stage}"
+            yield both, replace(now, compute="bf16", zero_stage=stage)
+    if highest == 3:
+        offload = "Set zero_optimization.stage to 3 and, in it, offload_optimizer.device to cpu"
+        moved = replace(now, zero_stage=3, offload_optimizer="cpu")
+        yield offload, moved
+        yield f"{offload} and offload_param.device to cpu", replace(moved, offload_parameters="cpu")

@@ -178,6 +178,10 @@ class CheckOptions(Options):
 
     world_size: int | None = None
     """Check for this many ranks on one host, whatever this machine has."""
+    hosts_like: str | None = None
+    """Check for hosts that this machine does not know: HOSTSxSLOTS, such as 2048x8."""
+    device: str | None = None
+    """Check for ranks with this device, whatever this machine has: v100-32gb, a100-80gb, h100, t4, cpu."""
     hosts: bool = False
     """Go to every host of the hostfile as well, over ssh, and compare what is there."""
     fabric: bool = False

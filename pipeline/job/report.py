@@ -11,11 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.base.problems import Problem
+from pipeline.base.words import size
 from pipeline.job.job import Batch, Job, OptimizerConfig
 from pipeline.job.resolve import Draft
 from pipeline.job.world import World
 from pipeline.model.config import ModelConfig
 from pipeline.model.counts import LayerSize, layer_parameters, stage_parameters, total_parameters
+from pipeline.model.memory import RankMemory
 from pipeline.parallel.mesh import Mesh
 
 # Longest rank grid shown in full, in lines; of a longer one the ends are.
@@ -85,6 +87,8 @@ def _sections(draft: Draft) -> Iterator[RenderableType]:
         yield stage_table(draft.model, draft.stages, draft.mesh.pipeline if draft.mesh else None)
     if draft.batch is not None:
         yield _pairs("Batch", [("per step", batch_line(draft.batch))])
+    if draft.memory is not None and draft.world is not None:
+        yield _pairs("Memory", _memory_rows(draft.memory, draft.world))
     rows = list(_training_rows(draft))
     if rows:
         yield _pairs("Training", rows)
@@ -99,11 +103,9 @@ def world_line(world: World) -> str:
     names = [f"{host.name} x {host.slots}" for host in world.hosts]
     shown = ", ".join(names) if len(names) <= 8 else f"{names[0]}, ... {names[-1]}"
     device = world.device_name or world.device
-    # Other machines are not asked, unless the check goes there.
-    assumed = " (assumed; --hosts asks them)" if device == "cuda" else ""
-    return (
-        f"{world.size} on {shown}; {device}, bf16 {'native' if world.bf16_native else 'not native'}{assumed}"
-    )
+    native = "native" if world.bf16_native else "not native"
+    assumed = f" (assumed: {world.assumed})" if world.assumed else ""
+    return f"{world.size} on {shown}; {device}, bf16 {native}{assumed}"
 
 
 def mesh_line(mesh: Mesh) -> str:
@@ -215,6 +217,28 @@ def _training_rows(draft: Draft) -> Iterator[tuple[str, str]]:
         yield "length", f"{draft.train_steps:,} steps{tokens}"
     if draft.job is not None:
         yield from _job_rows(draft.job)
+
+
+def _memory_rows(memory: RankMemory, world: World) -> Iterator[tuple[str, str]]:
+    """What the rank that holds most holds, from a formula."""
+    parts = {
+        "weights": memory.weights,
+        "gradients": memory.gradients,
+        "fp32 masters": memory.masters,
+        "optimizer moments": memory.moments,
+    }
+    terms = " + ".join(f"{size(part)} {name}" for name, part in parts.items() if part)
+    yield f"a rank of stage {memory.stage}", f"{size(memory.state)} = {terms}"
+    yield (
+        "and in a step",
+        f"about {size(memory.activations)} activations, {size(memory.logits)} logits, {size(memory.buffers)} "
+        f"buffers: {size(memory.total)}",
+    )
+    if memory.host:
+        yield "in host memory", f"{size(memory.host)} for each rank"
+    if world.device == "cuda":
+        known = world.known_memory
+        yield "a GPU has", size(known) if known else "unknown (--device or --hosts tells)"
 
 
 def _optimizer_line(optimizer: OptimizerConfig) -> str:

@@ -47,6 +47,7 @@ from pipeline.job.stages import partition
 from pipeline.job.world import World
 from pipeline.model.config import ModelConfig
 from pipeline.model.counts import layer_parameters
+from pipeline.model.memory import RankMemory, Training, rank_memory
 from pipeline.parallel.mesh import Mesh
 
 __all__ = ["Batch", "Draft", "Job", "OptimizerConfig", "Precision", "Resolved", "examine", "resolve"]
@@ -64,6 +65,7 @@ class Draft:
     Attributes:
         sources: Those of ``data`` and of ``validation``, each where its description is right.
         failures: Problems met while deriving a part, by the part's name; its rule reports them.
+        memory: Of the rank that holds most.
         resume: What it would resume from and what changes by it, in lines; none for a new start.
         job: The whole, if there is no error.
     """
@@ -85,6 +87,7 @@ class Draft:
     train_steps: int | None = None
     schedule: LearningRate | None = None
     optimizer: OptimizerConfig | None = None
+    memory: RankMemory | None = None
     resume: Sequence[str] = ()
     job: Job | None = None
 
@@ -145,7 +148,11 @@ def examine(
     draft.derive("schedule", _learning, facts, draft)
     draft.derive("output folder", _check_folder, facts, draft)
     draft.derive("weights", _weights, facts, draft)
-    draft.problems += check_rules(replace(facts, _batch=draft.batch, failures=draft.failures))
+    training = draft.derive("memory", _training, facts, draft)
+    if training is not None and draft.model is not None:
+        draft.memory = rank_memory(draft.model, training)
+    facts = replace(facts, _batch=draft.batch, _training=training, failures=draft.failures)
+    draft.problems += check_rules(facts)
     if options.strict:
         draft.problems = [_as_error(problem) for problem in draft.problems]
     if not draft.errors:
@@ -265,6 +272,34 @@ def _learning(facts: Facts, draft: Draft) -> None:
     draft.schedule, draft.optimizer = learning.schedule, learning.optimizer
     if learning.problems:
         raise JobError(learning.problems)
+
+
+def _training(facts: Facts, draft: Draft) -> Training:
+    """What decides the memory of a rank."""
+    zero, batch, boundaries = facts.config.zero_optimization, known(draft.batch), known(draft.stages)
+    bucket = zero.reduce_bucket_size
+    if bucket is None:
+        resolved = reduce_bucket(facts, boundaries)
+        bucket = resolved.value if resolved else 0
+    sharded = facts.zero_stage > 0 and not facts.uses_bf16_optimizer
+    return Training(
+        mesh=known(draft.mesh),
+        boundaries=boundaries,
+        zero_stage=facts.zero_stage,
+        compute=facts.compute,
+        accumulation=facts.accumulation,
+        moments=known(draft.optimizer).moments,
+        offload_optimizer=facts.offload_device("offload_optimizer"),
+        offload_parameters=facts.offload_device("offload_param"),
+        second_shard=zero.zero_hpz_partition_size if facts.zero_stage == 3 else 1,
+        bucket=bucket if sharded else 0,
+        buckets=2 if zero.overlap_comm and facts.zero_stage < 3 and facts.stages == 1 else 1,
+        live=zero.stage3_max_live_parameters if facts.zero_stage == 3 else 0,
+        micro_batch=batch.micro_batch_size,
+        micro_batches=batch.accumulation_steps,
+        sequence_length=batch.sequence_length,
+        recompute=facts.config.activation_checkpointing.mode,
+    )
 
 
 def _weights(facts: Facts, draft: Draft) -> None:

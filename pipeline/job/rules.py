@@ -80,6 +80,9 @@ RULES: tuple[Rule, ...] = (
          "there is nothing to divide", layout.partition_without_stages),
     Rule("batch", "train_batch_size = micro-batch * accumulation steps * data parallel size, all whole",
          "every micro-batch has the same size", _derived("batch")),
+    Rule("memory", "Weights, gradients and optimizer state of a rank fit its GPU, with activations and "
+         "buffers (warning), and host memory what is there (warning)",
+         "a job that cannot fit dies in its first step", layout.memory),
     Rule("micro-batches", "DualPipeV needs 2 * stages micro-batches; 1F1B should have as many as stages "
          "(warning)", "stages are idle until the pipeline is full", layout.micro_batches),
     Rule("ZeRO and pipeline", "ZeRO stages 2 and 3 need one pipeline stage",

@@ -21,7 +21,7 @@ from pipeline.cluster.launcher_options import (
     launcher_problems,
     split_arguments,
 )
-from pipeline.cluster.world import resolve_world
+from pipeline.cluster.world import Paper, resolve_world
 from pipeline.job.job import Job
 from pipeline.job.options import Options, parse_options
 from pipeline.job.report import console, describe, print_problems, verdict
@@ -56,22 +56,23 @@ def read_arguments(
 def check(
     options: Options,
     launcher: LauncherOptions,
-    world_size: int | None = None,
+    paper: Paper | None = None,
     world: World | None = None,
     batch: Sequence[int] = (),
 ) -> Draft:
     """Everything that can be known of a job, with all its problems: those of the launcher's options, the
-    world, the job, and the checkpoint it would resume from. `world` is used instead of resolving one, and
-    `batch` as in `examine`."""
+    world, the job, and the checkpoint it would resume from. `paper` is used instead of this machine, `world`
+    instead of resolving one, and `batch` as in `examine`."""
+    paper = paper or Paper()
     filters = (launcher.include, launcher.exclude, launcher.num_nodes, launcher.num_gpus)
     try:
-        world = world or resolve_world(launcher.hostfile, *filters, world_size)
+        world = world or resolve_world(launcher.hostfile, *filters, paper)
         draft = examine(options, world, batch=batch)
     except JobError as error:
         draft = examine(options, None, error.problems)
     draft.problems += launcher_problems(launcher)
     draft.problems += deepspeed_env(Path.home(), Path.cwd(), os.environ, launcher.launcher)[1]
-    if draft.world is not None:
+    if draft.world is not None and paper.hosts_like is None:  # which nobody starts
         draft.problems += launcher_world_problems(launcher, draft.world)
         if not batch:  # what a part of the hosts does not need, the whole job may
             draft.problems += unused_problems(launcher, draft.world)
@@ -80,7 +81,7 @@ def check(
     if draft.job is not None:
         resumption = examine_resume(draft.job)
         draft.problems += resumption.problems
-        if world_size is None and draft.job.world.is_local:
+        if not paper.has_ranks and draft.job.world.is_local:
             draft.problems += [replace(problem, severity="warning") for problem in space_problems(draft.job)]
         draft.resume = resumption.lines
     if draft.errors:

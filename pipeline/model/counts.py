@@ -87,14 +87,14 @@ def block_parameters(model: ModelConfig) -> int:
     Worked for GPT-2 124M (h = 768): qkv 3 h^2 + 3 h = 1,771,776; out h^2 + h = 590,592; up and down
     8 h^2 + 5 h = 4,722,432; two norms 4 h = 3,072; together 7,087,872.
     """
-    query, qkv, up, hidden = *_widths(model), model.hidden_size
+    query, qkv, up, hidden = *widths(model), model.hidden_size
     attention = _linear(hidden, qkv, model.bias or model.qkv_bias) + _linear(query, hidden, model.bias)
     feed_forward = _linear(hidden, up, model.bias) + _linear(model.ffn_hidden_size, hidden, model.bias)
     qk_norms = 2 * model.head_dim if model.qk_norm else 0
     return 2 * _norm(model) + attention + qk_norms + feed_forward
 
 
-def _widths(model: ModelConfig) -> tuple[int, int, int]:
+def widths(model: ModelConfig) -> tuple[int, int, int]:
     """Rows of the query part, of the whole q, k, v projection, and of the feed-forward layer's input."""
     query = model.num_heads * model.head_dim
     up = (2 if model.activation == "swiglu" else 1) * model.ffn_hidden_size
@@ -112,7 +112,7 @@ def _norm(model: ModelConfig) -> int:
 
 def block_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     """Forward FLOPs of one transformer block for one token."""
-    query, qkv, up = _widths(model)
+    query, qkv, up = widths(model)
     projections = 2 * model.hidden_size * (qkv + query)
     feed_forward = 2 * model.hidden_size * (up + model.ffn_hidden_size)
     # Scores and weighted sum of values, each 2 * query width per visible token. Grouped key/value heads save

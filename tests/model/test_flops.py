@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 
 from pipeline.job.models import PRESETS
+from pipeline.job.world import DEVICES
 from pipeline.model.counts import (
     block_flops_per_token,
     forward_flops_per_token,
     total_parameters,
     training_flops_per_token,
 )
-from pipeline.training.throughput import DEVICES, mfu, peak_tflops
+from pipeline.training.throughput import mfu, peak_tflops
 
 GPT2 = PRESETS["gpt2-124m"].model
 

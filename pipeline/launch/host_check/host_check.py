@@ -248,13 +248,22 @@ def world_found(world: World, answers: Answers, environ: Mapping[str, str]) -> W
     known = [report for report in answers.hosts if report.facts and can_count(report)]
     has_gpus = any(report.facts["gpus"]["gpus"] for report in known)
     if environ.get("DS_ACCELERATOR") == "cpu" or (known and not has_gpus):
-        return replace(world, device="cpu", device_name=None, bf16_native=False)
+        return replace(world, device="cpu", device_name=None, bf16_native=False, assumed="")
     gpus = [gpu for report in known for gpu in used_gpus(report)]
     if not gpus:
         return world
     native = all(_capability(gpu) >= BF16_CAPABILITY for gpu in gpus)
     names = " + ".join(sorted({gpu["name"] for gpu in gpus}))
-    return replace(world, device="cuda", device_name=names, bf16_native=native)
+    memory = min(_memory(gpu) for gpu in gpus) or None
+    return replace(
+        world, device="cuda", device_name=names, bf16_native=native, device_memory=memory, assumed=""
+    )
+
+
+def _memory(gpu: Mapping[str, str]) -> int:
+    """Bytes, from MiB; 0 where nvidia-smi does not say."""
+    size = gpu["memory.total"]
+    return int(size) << 20 if size.isdecimal() else 0
 
 
 def _capability(gpu: Mapping[str, str]) -> tuple[int, ...]:
