@@ -12,7 +12,13 @@ from pipeline.cluster import devices, rank_environment, world
 from pipeline.cluster.agent.launch_spec import DIRECT_PORTS, direct_ports, is_free_port
 from pipeline.cluster.devices import Gpu, visible_gpus
 from pipeline.cluster.rank_environment import FIRST_PORT, RankEnvironment, free_port, read_rank_environment
-from pipeline.cluster.world import local_world, resolve_world, world_from_environment, world_from_hostfile
+from pipeline.cluster.world import (
+    Paper,
+    local_world,
+    resolve_world,
+    world_from_environment,
+    world_from_hostfile,
+)
 from pipeline.job.world import Host
 
 SHIPPED = Path(__file__).parents[2] / "hostfiles"
@@ -182,10 +188,25 @@ def test_deepspeeds_default_hostfile_is_used_where_it_exists(
 
 def test_an_imagined_world(machine) -> None:
     machine(gpus=0)
-    assert resolve_world(world_size=32).size == 32
-    assert len(problems_of(resolve_world, world_size=0, hostfile="x")) == 2
-    assert problems_of(resolve_world, world_size=10**9)[0].rule == "must be from 1 to 65536"
-    assert problems_of(resolve_world, world_size=4, num_gpus=2)[0].key == "world_size"
+    assert resolve_world(paper=Paper(32)).size == 32
+    assert len(problems_of(resolve_world, paper=Paper(0), hostfile="x")) == 2
+    assert problems_of(resolve_world, paper=Paper(10**9))[0].rule == "must be from 1 to 65536"
+    assert problems_of(resolve_world, paper=Paper(4), num_gpus=2)[0].key == "world_size"
+    assert problems_of(resolve_world, paper=Paper(hosts_like="4x0"))[0].key == "hosts_like"
+
+
+@pytest.mark.parametrize(
+    ("name", "native"), [("v100-32gb", False), ("t4", False), ("H100", True), ("cpu", False)]
+)
+def test_a_device_that_is_not_here(machine, name: str, native: bool) -> None:
+    machine(gpus=0)
+    found = resolve_world(paper=Paper(hosts_like="2048x8", device=name))
+    assert (len(found.hosts), found.size, found.bf16_native) == (2048, 16384, native)
+    assert found.device == ("cpu" if name == "cpu" else "cuda") and found.assumed == "--device"
+    assert name != "v100-32gb" or found.device_memory == 32 * 2**30
+    assert "how many" in problems_of(resolve_world, paper=Paper(device=name))[0].rule
+    (problem,) = problems_of(resolve_world, paper=Paper(4, device="v100"))
+    assert problem.remedy == "Use v100-pcie-16gb or v100-pcie-32gb or v100-16gb or v100-32gb"
 
 
 RANK = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "h1", "MASTER_PORT": "29500"}

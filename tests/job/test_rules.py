@@ -193,7 +193,11 @@ def test_a_size_that_is_offered_breaks_no_other_rule(model: str, tmp_path: Path)
 
 
 def layout(folder: Path, model: str, tensor: int, sequence: int) -> Draft:
-    config = {"tensor_parallel": {"autotp_size": tensor}, "sequence_parallel_size": sequence}
+    config = {
+        "tensor_parallel": {"autotp_size": tensor},
+        "sequence_parallel_size": sequence,
+        "zero_optimization": {"stage": 3},
+    }
     return draft(folder, config, world(8, 8, device=A100), model=model)
 
 
