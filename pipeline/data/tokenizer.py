@@ -6,16 +6,18 @@ from a folder in milliseconds, without the library. A folder has
 
     tokenizer.json         the tokenizer itself, as the `tokenizers` library writes it
     tokenizer_config.json  among others eos_token, which ends a document
+    more                   that goes wherever the tokenizer goes (`pipeline.hugging_face.folder_files`)
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,17 +26,24 @@ from pipeline.base.files import replaced_atomically
 from pipeline.base.problems import JobError, Problem, job_error
 from pipeline.base.user_input import is_folder
 from pipeline.data.inputs import token_prefix
+from pipeline.hugging_face.folder_files import (
+    GENERATION_CONFIG,
+    MODEL_CONFIG,
+    SPECIAL_TOKENS,
+    TOKENIZER_CONFIG,
+    files_beside,
+    json_object,
+)
 
 BYTES = "bytes"
 # The token that ends a document, of the byte tokenizer and of tokenizers trained here.
 END = "<|endoftext|>"
 # Behind the PREFIX of token files: the folder with their tokenizer.
 BESIDE_TOKENS = ".tokenizer"
-TOKENIZER, CONFIG = "tokenizer.json", "tokenizer_config.json"
-_SPECIAL_TOKENS = "special_tokens_map.json"
-_MODEL_CONFIG = "config.json"
+TOKENIZER = "tokenizer.json"
 # What the library adds when it encodes, which is turned off here: it is no part of a tokenizer's identity.
 _NOT_IDENTITY = ("truncation", "padding", "post_processor")
+NOTHING: Mapping[str, bytes] = MappingProxyType({})
 _SAVE_AGAIN = "Save the tokenizer again with a current transformers or tokenizers"
 
 
@@ -49,6 +58,7 @@ class TokenizerFacts:
         end_of_document: Id of eos_token.
         eos_token: Its text.
         json: Content of tokenizer.json.
+        files: The other files of its folder that go wherever it goes (`pipeline.hugging_face.folder_files`).
     """
 
     name: str
@@ -57,6 +67,25 @@ class TokenizerFacts:
     end_of_document: int
     eos_token: str
     json: str = field(repr=False)
+    files: Mapping[str, bytes] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def model_config(self) -> dict[str, Any]:
+        """The config.json beside it; where that has none, the ids of its own bos and pad tokens."""
+        found = dict(reversed(list(_vocabulary(json.loads(self.json)))))  # of two, the added one
+        named = _named_tokens(self.files)
+        keys = [key for key in ("bos_token", "pad_token") if named.get(key) in found]
+        return {f"{key}_id": found[named[key]] for key in keys} | json_object(self.files, MODEL_CONFIG)
+
+    @property
+    def runs_code(self) -> bool:
+        """Whether its folder names a class whose code is there, too, which is never run."""
+        return bool(json_object(self.files, TOKENIZER_CONFIG).get("auto_map"))
+
+    @property
+    def generation_config(self) -> dict[str, Any]:
+        """The generation_config.json beside it; empty where there is none."""
+        return json_object(self.files, GENERATION_CONFIG)
 
 
 def tokenizer_facts(name: str | None) -> TokenizerFacts:
@@ -73,7 +102,8 @@ def tokenizer_facts(name: str | None) -> TokenizerFacts:
     except (OSError, UnicodeDecodeError) as error:
         raise JobError([_no_folder(folder, error)]) from error
     try:
-        return _facts(name, text, _eos_token(folder))
+        files = files_beside(folder)
+        return _facts(name, text, _eos_token(folder, text, files), files)
     except JobError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
@@ -91,31 +121,25 @@ def chosen_tokenizer(name: str | None, paths: Sequence[str], default: str | None
     return next((folder for folder in folders if is_folder(folder)), default)
 
 
-def _facts(name: str, text: str, eos_token: str) -> TokenizerFacts:
+def _facts(name: str, text: str, eos_token: str, files: Mapping[str, bytes] = NOTHING) -> TokenizerFacts:
     ids, eos, digest = _parsed(text, eos_token)
     if eos is None:
         rule = f"its eos_token {eos_token!r}, which ends a document, has no id"
-        raise job_error("tokenizer", name, rule, f"Give a token of the vocabulary in {CONFIG}")
+        raise job_error("tokenizer", name, rule, f"Give a token of the vocabulary in {TOKENIZER_CONFIG}")
     identity = BYTES if digest == _byte_digest() else f"sha256:{digest}"
-    return TokenizerFacts(name, identity, ids, eos, eos_token, text)
+    return TokenizerFacts(name, identity, ids, eos, eos_token, text, dict(files))
 
 
 @lru_cache(maxsize=4)
 def _parsed(text: str, eos_token: str) -> tuple[int, int | None, str]:
     """Vocabulary size, id of the end of a document, digest."""
     content = json.loads(text)
-    added = {token["content"]: token["id"] for token in content["added_tokens"]}
-    vocabulary = content["model"]["vocab"]
-    if isinstance(vocabulary, dict):
-        highest, eos = max(vocabulary.values(), default=-1), vocabulary.get(eos_token)
-    else:  # a unigram model: [token, score] in the order of ids
-        highest = len(vocabulary) - 1
-        eos = next((number for number, (token, _) in enumerate(vocabulary) if token == eos_token), None)
-    eos = added.get(eos_token, eos)
+    tokens = list(_vocabulary(content))
+    eos = next((number for token, number in tokens if token == eos_token), None)
     for key in _NOT_IDENTITY:
         content.pop(key, None)
     canonical = json.dumps([content, eos], sort_keys=True).encode()
-    return max(highest, *added.values(), -1) + 1, eos, hashlib.sha256(canonical).hexdigest()
+    return max((number for _, number in tokens), default=-1) + 1, eos, hashlib.sha256(canonical).hexdigest()
 
 
 @lru_cache(maxsize=1)
@@ -123,28 +147,40 @@ def _byte_digest() -> str:
     return _parsed(byte_tokenizer_json(), END)[2]
 
 
-def _eos_token(folder: Path) -> str:
-    for name in (CONFIG, _SPECIAL_TOKENS):
-        if (folder / name).is_file():
-            token: Any = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token")
-            if token:
-                return token["content"] if isinstance(token, dict) else token
-    if (folder / _MODEL_CONFIG).is_file() and (token := _token_of_model(folder)) is not None:
+def _eos_token(folder: Path, text: str, files: Mapping[str, bytes]) -> str:
+    if token := _named_tokens(files).get("eos_token") or _token_of_model(text, files):
         return token
-    rule = f"names no eos_token in {CONFIG}, and a token must end each document"
-    raise job_error("tokenizer", str(folder), rule, f'Add "eos_token": "<the token>" to {folder / CONFIG}')
+    place = folder / TOKENIZER_CONFIG
+    rule = f"names no eos_token in {TOKENIZER_CONFIG}, and a token must end each document"
+    raise job_error("tokenizer", str(folder), rule, f'Add "eos_token": "<the token>" to {place}')
 
 
-def _token_of_model(folder: Path) -> str | None:
+def _named_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
+    """The texts of eos_token, bos_token and pad_token, of those that are named."""
+    named: dict[str, str] = {}
+    for file in (TOKENIZER_CONFIG, SPECIAL_TOKENS):
+        content = json_object(files, file)
+        for key in ("eos_token", "bos_token", "pad_token"):
+            if token := content.get(key):
+                named.setdefault(key, token["content"] if isinstance(token, dict) else token)
+    return named
+
+
+def _token_of_model(text: str, files: Mapping[str, bytes]) -> str | None:
     """The token whose id config.json gives as eos_token_id: older folders name it nowhere else."""
-    eos = json.loads((folder / _MODEL_CONFIG).read_text(encoding="utf-8")).get("eos_token_id")
-    content = json.loads((folder / TOKENIZER).read_text(encoding="utf-8"))
-    if token := next((each["content"] for each in content["added_tokens"] if each["id"] == eos), None):
-        return token
+    eos = json_object(files, MODEL_CONFIG).get("eos_token_id")
+    return next((token for token, number in _vocabulary(json.loads(text)) if number == eos), None)
+
+
+def _vocabulary(content: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """The tokens of a tokenizer.json with their ids, added ones first."""
+    for token in content["added_tokens"]:
+        yield token["content"], token["id"]
     vocabulary = content["model"]["vocab"]
     if isinstance(vocabulary, dict):
-        return next((token for token, number in vocabulary.items() if number == eos), None)
-    return vocabulary[eos][0] if isinstance(eos, int) and 0 <= eos < len(vocabulary) else None
+        yield from vocabulary.items()
+    else:  # a unigram model: [token, score] in the order of ids
+        yield from ((token, number) for number, (token, _) in enumerate(vocabulary))
 
 
 def _no_folder(folder: Path, error: Exception) -> Problem:
@@ -156,15 +192,30 @@ def _no_folder(folder: Path, error: Exception) -> Problem:
     return Problem("tokenizer", str(folder), rule, remedy)
 
 
-def write_tokenizer_folder(folder: Path, text: str, eos_token: str) -> None:
-    """Write a tokenizer so that AutoTokenizer opens it; each file appears whole."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos_token}
-    config |= {"clean_up_tokenization_spaces": False, "model_max_length": int(1e30)}
-    with replaced_atomically(folder / CONFIG) as file:
-        file.write((json.dumps(config, indent=2) + "\n").encode())
-    with replaced_atomically(folder / TOKENIZER) as file:
-        file.write(text.encode())
+def write_tokenizer_folder(
+    folder: Path, text: str, eos_token: str, files: Mapping[str, bytes] = NOTHING
+) -> None:
+    """Write a tokenizer and the files beside it so that AutoTokenizer opens it; each file appears whole."""
+    content = {**files, TOKENIZER_CONFIG: _described(eos_token, files), TOKENIZER: text.encode()}
+    for name, values in content.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        with replaced_atomically(folder / name) as file:
+            file.write(values)
+
+
+def _described(eos_token: str, files: Mapping[str, bytes]) -> bytes:
+    """Content of tokenizer_config.json: as it was, if it says what AutoTokenizer needs."""
+    config = json_object(files, TOKENIZER_CONFIG)
+    if not config:
+        config = {"clean_up_tokenization_spaces": False, "model_max_length": int(1e30)}
+    needed = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos_token}
+    # A class whose code is in the folder has the ids of tokenizer.json, which any other class reads.
+    changed = {key: value for key, value in needed.items() if not config.get(key)}
+    if config.pop("auto_map", None):
+        changed["tokenizer_class"] = needed["tokenizer_class"]
+    elif not changed:
+        return files[TOKENIZER_CONFIG]
+    return (json.dumps({**config, **changed}, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _bytes_as_characters() -> list[str]:
@@ -213,6 +264,7 @@ class Tokenizer(Protocol):
         identity: Names everything that changes the ids of a text; part of the token cache's identity.
         vocab_size: Ids are 0 .. vocab_size - 1.
         end_of_document: The id that is appended to every document.
+        facts: What its files say.
         cuts_at_lines: A text cut before a line break that follows a letter or digit has the ids of the
             parts; so a document too long for memory can be encoded part by part.
     """
@@ -220,6 +272,7 @@ class Tokenizer(Protocol):
     identity: str
     vocab_size: int
     end_of_document: int
+    facts: TokenizerFacts
     cuts_at_lines: bool
 
     def encode(self, text: str) -> np.ndarray:
@@ -236,12 +289,18 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Ids 0-255 are the bytes of the UTF-8 text; 256 ends a document."""
+    """Ids 0-255 are the bytes of the UTF-8 text; 256 ends a document.
+
+    `facts`: of the folder that it was read from, if it was.
+    """
 
     identity = BYTES
     vocab_size = 257
     end_of_document = 256
     cuts_at_lines = True
+
+    def __init__(self, facts: TokenizerFacts | None = None) -> None:
+        self.facts = facts or tokenizer_facts(None)
 
     def encode(self, text: str) -> np.ndarray:
         """Ids of `text`, [tokens] uint16.
@@ -273,7 +332,7 @@ class ByteTokenizer:
 
     def save(self, folder: Path) -> None:
         """Write the same tokenizer in the form of the `tokenizers` library."""
-        write_tokenizer_folder(folder, byte_tokenizer_json(), END)
+        write_tokenizer_folder(folder, self.facts.json, self.facts.eos_token, self.facts.files)
 
 
 def load_tokenizer(name: str | None) -> Tokenizer:
@@ -288,7 +347,7 @@ def load_tokenizer(name: str | None) -> Tokenizer:
 def from_facts(facts: TokenizerFacts) -> Tokenizer:
     """The tokenizer that a folder's files describe."""
     if facts.identity == BYTES:
-        return ByteTokenizer()
+        return ByteTokenizer(facts)
     return HuggingFaceTokenizer(facts)
 
 
@@ -347,8 +406,8 @@ class HuggingFaceTokenizer:
         return self.backend.decode([int(token) for token in tokens], skip_special_tokens=False)
 
     def save(self, folder: Path) -> None:
-        """Write tokenizer.json as it was, and what AutoTokenizer needs beside it."""
-        write_tokenizer_folder(folder, self.facts.json, self.facts.eos_token)
+        """Write the files of its folder as they were, with what AutoTokenizer needs."""
+        write_tokenizer_folder(folder, self.facts.json, self.facts.eos_token, self.facts.files)
 
     def _cuts_at_lines(self) -> bool:
         """Whether the texts below, where a mark of the beginning or a merge over lines would show, have

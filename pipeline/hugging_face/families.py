@@ -13,12 +13,19 @@ file names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from pipeline.base.problems import job_error
+from pipeline.hugging_face.config import NEUTRAL
 from pipeline.model.config import ModelConfig
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# What an earlier config.json says of its own weights.
+_OF_AN_EXPORT = frozenset(("architectures", "dtype", "torch_dtype", "name_or_path", "transformers_version"))
 
 
 @dataclass(frozen=True)
@@ -60,35 +67,60 @@ def family_of(model: ModelConfig) -> Family:
     return family
 
 
-def config_json(model: ModelConfig, dtype: str, end_of_document: int) -> dict[str, Any]:
+def config_json(
+    model: ModelConfig, dtype: str, end_of_document: int, earlier: Mapping[str, Any] = NOTHING
+) -> dict[str, Any]:
     """The content of config.json.
 
     Args:
         dtype: Format of the weights, by torch's name.
         end_of_document: The id that ends a document. As it comes before the next document, a text may begin
             with it.
+        earlier: The config.json beside the tokenizer: its ids are kept and, of the same kind of model,
+            what no computation reads.
 
     Raises:
         JobError: as `family_of`.
     """
     family = family_of(model)
+    same_kind = earlier.get("model_type") == family.model_type
+    kept = {key: earlier[key] for key in earlier if same_kind and key in NEUTRAL - _OF_AN_EXPORT}
     return {
+        **kept,
         "architectures": [family.architecture],
         "model_type": family.model_type,
         **family.sizes(model),
         "vocab_size": model.vocab_size,
         "initializer_range": model.init_std,
         "tie_word_embeddings": model.tied,
-        "bos_token_id": end_of_document,
-        "eos_token_id": end_of_document,
+        **_token_ids(end_of_document, earlier),
         "torch_dtype": dtype,
         "use_cache": True,
     }
 
 
-def generation_config_json(end_of_document: int) -> dict[str, Any]:
-    """The content of generation_config.json: the id that ends a text, and pads shorter texts of a batch."""
-    return dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), end_of_document)
+def generation_config_json(
+    end_of_document: int, earlier: Mapping[str, Any] = NOTHING, config: Mapping[str, Any] = NOTHING
+) -> dict[str, Any]:
+    """The content of generation_config.json: the ids that begin and end a text, and pad a shorter one.
+
+    Args:
+        earlier: The generation_config.json beside the tokenizer, which is kept.
+        config: The config.json there, whose ids count where `earlier` has none.
+    """
+    ids = {key: config[key] for key in TOKEN_IDS if key in config}
+    return {"pad_token_id": end_of_document, **earlier, **_token_ids(end_of_document, {**ids, **earlier})}
+
+
+def _token_ids(end_of_document: int, earlier: Mapping[str, Any]) -> dict[str, Any]:
+    """The earlier ids; the one that ended documents in training is always among those that end a text."""
+    given = {key: earlier[key] for key in TOKEN_IDS if key in earlier}
+    stops = given.get("eos_token_id")
+    stops = [] if stops is None else stops if isinstance(stops, list) else [stops]
+    if end_of_document not in stops:
+        stops = [*stops, end_of_document]
+        given["eos_token_id"] = stops if len(stops) > 1 else end_of_document
+    return {"bos_token_id": end_of_document, **given}
 
 
 def _nearest(model: ModelConfig) -> Family | None:

@@ -6,6 +6,7 @@ that ``--model`` names is gone.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,9 @@ from pathlib import Path
 
 from pipeline.base.problems import JobError, Problem
 from pipeline.base.user_input import exists, is_file, is_folder
+from pipeline.base.words import few
 from pipeline.data.tokenizer import TOKENIZER, TokenizerFacts, chosen_tokenizer, tokenizer_facts
+from pipeline.hugging_face.folder_files import left_behind
 from pipeline.job.initial_weights import folder_weights_problems, model_folder
 from pipeline.job.models import AUTO, CONFIG_FILE, PRESETS, load_model
 from pipeline.job.options import Options
@@ -69,6 +72,36 @@ def choose_tokenizer(options: Options, paths: Sequence[str]) -> TokenizerChoice:
     own = _model_tokenizer(options)
     name = chosen_tokenizer(options.tokenizer, paths, own)
     return TokenizerChoice(name, own, options.tokenizer is None and own is not None and name == own)
+
+
+def facts_of(choice: TokenizerChoice, options: Options) -> TokenizerFacts:
+    """What the chosen tokenizer says: of token files, from the model's folder where it is the same
+    there, whose chat template and ids that end a text are those of the weights.
+
+    Raises:
+        JobError: as `tokenizer_facts`.
+    """
+    facts = tokenizer_facts(choice.name)
+    if options.tokenizer is None and choice.own not in (None, choice.name):
+        with contextlib.suppress(JobError):  # nobody reads it in this run
+            own = tokenizer_facts(choice.own)
+            return own if own.identity == facts.identity else facts
+    return facts
+
+
+def left_behind_notes(options: Options, choice: TokenizerChoice) -> list[Problem]:
+    """What of the folder that ``--model`` names neither the run keeps nor its exports get."""
+    folder = model_folder(options.model)
+    if folder is None or choice.facts is None:
+        return []
+    notes = []
+    if names := left_behind(folder, choice.facts.files if Path(choice.facts.name) == folder else ()):
+        rule = f"neither the run nor its exports take along {few(names)}"
+        notes.append(Problem("model", options.model, rule, "", "note"))
+    if choice.facts.runs_code:
+        rule = "its tokenizer_config.json names code of its own (auto_map); tokenizer.json is used without it"
+        notes.append(Problem("tokenizer", choice.name, rule, "", "note"))
+    return notes
 
 
 def output_folder(options: Options, model_name: str) -> str:

@@ -12,7 +12,6 @@ from pipeline.base.json_reader import read_json
 from pipeline.base.problems import JobError, Problem
 from pipeline.base.user_input import exists, parse_duration
 from pipeline.data.corpus import SourceSpec
-from pipeline.data.tokenizer import tokenizer_facts
 from pipeline.job.batch import MICRO, STEPS, TRAIN, BatchRequest, resolve_batch
 from pipeline.job.data_sources import training_sources, validation_sets
 from pipeline.job.deepspeed_dict import deepspeed_dict, reduce_bucket, resolved_monitors
@@ -34,6 +33,8 @@ from pipeline.job.learning import resolve_learning
 from pipeline.job.model_source import (
     TokenizerChoice,
     choose_tokenizer,
+    facts_of,
+    left_behind_notes,
     model_of,
     output_folder,
     starts_anew,
@@ -186,7 +187,8 @@ def _inputs(options: Options, draft: Draft) -> None:
             draft.sources[key] = found
     paths = [path for sources in draft.sources.values() for source in sources for path in source.paths]
     choice = choose_tokenizer(options, paths)
-    draft.tokenizer = replace(choice, facts=draft.derive("tokenizer", tokenizer_facts, choice.name))
+    draft.tokenizer = replace(choice, facts=draft.derive("tokenizer", facts_of, choice, options))
+    draft.problems += left_behind_notes(options, draft.tokenizer)
 
 
 def _mesh(facts: Facts) -> Mesh:

@@ -23,6 +23,7 @@ from pipeline.checkpoints.output import free_bytes, lack_of_space, only_one, out
 from pipeline.checkpoints.stored import StoredState
 from pipeline.data.tokenizer import Tokenizer, vocabulary_problems
 from pipeline.hugging_face.families import config_json, generation_config_json
+from pipeline.hugging_face.folder_files import GENERATION_CONFIG
 from pipeline.hugging_face.safetensors_files import SIZES
 from pipeline.job.initial_weights import wanted_tensors
 from pipeline.job.models import CONFIG_FILE
@@ -31,12 +32,11 @@ from pipeline.model.counts import total_parameters
 
 logger = logging.getLogger(__name__)
 
-GENERATION_CONFIG = "generation_config.json"
 # Beside weights and tokenizer, room for the small files and the file system's own.
 SPARE_BYTES = 16 * 2**20
 # The files of a folder that may be replaced: those of a model, and what people and the hub put beside them.
 _OF_A_MODEL = re.compile(
-    r"(.*\.(safetensors|json|bin)|merges\.txt|vocab\.txt|tokenizer\.model|README\.md|LICENSE|\.gitattributes)"
+    r"(.*\.(safetensors|json|bin|jinja)|additional_chat_templates|merges\.txt|vocab\.txt|(tokenizer|spiece)\.model|README\.md|LICENSE|\.gitattributes)"
 )
 
 
@@ -131,15 +131,15 @@ def write_export(export: Export) -> list[Path]:
 
 
 def _fill(export: Export, state: StoredState, folder: Path) -> list[Path]:
-    end = export.tokenizer.end_of_document
+    end, facts = export.tokenizer.end_of_document, export.tokenizer.facts
     name = str(export.dtype).removeprefix("torch.")
     descriptions = {
-        CONFIG_FILE: config_json(export.model, name, end),
-        GENERATION_CONFIG: generation_config_json(end),
+        CONFIG_FILE: config_json(export.model, name, end, facts.model_config),
+        GENERATION_CONFIG: generation_config_json(end, facts.generation_config, facts.model_config),
     }
+    export.tokenizer.save(folder)  # with the earlier two descriptions
     for file, content in descriptions.items():
         (folder / file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    export.tokenizer.save(folder)
     logger.info(f"writing {export.num_bytes / 1e6:,.1f} MB of {name} from {export.checkpoint.path}")
     values = tensors(export.model, state)
     files = write_weights(folder, wanted_tensors(export.model), values, export.dtype, export.largest_file)

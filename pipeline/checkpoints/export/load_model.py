@@ -23,7 +23,7 @@ from pipeline.checkpoints.export.arguments import model_of_checkpoint, tokenizer
 from pipeline.checkpoints.export.tensors import rounded, tensors, verified_state
 from pipeline.checkpoints.manifest import Checkpoint
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer, vocabulary_problems
-from pipeline.hugging_face.families import config_json, generation_config_json
+from pipeline.hugging_face.families import TOKEN_IDS, config_json, generation_config_json
 from pipeline.hugging_face.safetensors_files import stored_tensors
 
 # Nothing is fetched, and no code from a folder is run, nor is the user asked whether it may.
@@ -62,9 +62,8 @@ def from_folder(folder: Path, tokenizer_name: str | None, dtype: torch.dtype) ->
         rule = f"{len(spoiled)} tensors hold values that it cannot, {spoiled[0]} among them"
         name = str(dtype).removeprefix("torch.")
         raise JobError([Problem("dtype", name, rule, "Use another --dtype, or other weights")])
-    ids = ("bos_token_id", "eos_token_id", "pad_token_id")
     model.generation_config = GenerationConfig(
-        **{name: getattr(model.generation_config, name) for name in ids}
+        **{name: getattr(model.generation_config, name) for name in TOKEN_IDS}
     )
     return Loaded(model.eval(), tokenizer)
 
@@ -84,9 +83,11 @@ def from_checkpoint(
     if problems := vocabulary_problems(ours, config.vocab_size):
         raise JobError(problems)
     state = verified_state(checkpoint, allowed)
-    described = config_json(config, str(dtype).removeprefix("torch."), ours.end_of_document)
+    end, facts = ours.end_of_document, ours.facts
+    described = config_json(config, str(dtype).removeprefix("torch."), end, facts.model_config)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**described), dtype=dtype)
-    model.generation_config = GenerationConfig(**generation_config_json(ours.end_of_document))
+    generation = generation_config_json(end, facts.generation_config, facts.model_config)
+    model.generation_config = GenerationConfig(**{name: generation[name] for name in TOKEN_IDS})
     waiting = dict(model.named_parameters())  # a tied output layer is not among them
     with torch.no_grad():
         for name, values in tensors(config, state):
