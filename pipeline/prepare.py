@@ -26,7 +26,7 @@ from pipeline.data.folder_search import left_out_text
 from pipeline.data.inputs import token_prefix
 from pipeline.data.preparation import PreparationProgress, Rules, usual_workers, write_tokens
 from pipeline.data.remote_cache import RemoteCache
-from pipeline.data.token_file import TokenFile, open_token_file
+from pipeline.data.token_file import TokenFile, open_token_file, remarks
 from pipeline.data.tokenizer import (
     BESIDE_TOKENS,
     Tokenizer,
@@ -35,7 +35,7 @@ from pipeline.data.tokenizer import (
     tokenizer_facts,
 )
 from pipeline.data.tokenizer_training import train_tokenizer
-from pipeline.job.options import BadRecord, Count, Gigabytes, read_command_line
+from pipeline.job.options import BadRecord, Count, Gigabytes, Name, read_command_line
 from pipeline.job.report import console, print_interruption, print_problems
 
 PROGRAM = "python -m pipeline.prepare"
@@ -61,6 +61,9 @@ class PrepareOptions:
     """The field of JSON lines, and the column of Parquet files and datasets, that holds the text."""
     on_bad_record: BadRecord = "stop"
     """stop: the first record that cannot be used ends it with a message; skip: they are counted."""
+    document_separator: Name | None = None
+    """What stands between two documents inside a text, "<|endoftext|>" say; with it goes the line break that
+    follows. None: each file, line or row is one document."""
     workers: Count | None = None
     """Processes that tokenize. None: one for each core, or one for a small input."""
     cache_dir: str | None = None
@@ -148,7 +151,7 @@ def _prepare_local(options: PrepareOptions, prefix: str, corpus: Corpus) -> None
     if corpus.token_files:
         rule, remedy = "holds tokens already", "Give text, or use it with --data as it is"
         raise JobError(Problem("inputs", name, rule, remedy) for name in corpus.token_files)
-    rules = Rules(options.text_field, options.on_bad_record)  # type: ignore[arg-type]
+    rules = Rules(options.text_field, options.on_bad_record, options.document_separator)  # type: ignore[arg-type]
     folder = Path(f"{prefix}{BESIDE_TOKENS}")
     tokenizer = _tokenizer(options, corpus, rules, folder)
     workers = options.workers or usual_workers(corpus)
@@ -162,6 +165,8 @@ def _prepare_local(options: PrepareOptions, prefix: str, corpus: Corpus) -> None
     if options.train_tokenizer is None:
         tokenizer.save(folder)  # a run finds it there
     _say(f"{prefix}.bin, .idx, .json: tokenizer {tokenizer.identity}, {description['seconds']} s")
+    for line in remarks(description):
+        _say(line)
     if description["num_skipped"]:
         first = "; ".join(f"{entry['path']} ({entry['reason']})" for entry in description["skipped"][:5])
         _say(f"skipped {description['num_skipped']:,} files or records: {first}")
@@ -217,6 +222,7 @@ def _report(prefix: str, file: TokenFile, tokenizer: Tokenizer) -> Iterator[str]
     size = f"{megabytes:,.1f} MB of {tokens[:0].dtype.name}"
     yield f"{prefix}: {file.num_documents:,} documents, {len(tokens):,} tokens, {size}"
     yield f"tokenizer: {file.tokenizer_hash or 'unknown: no description beside the files'}"
+    yield from file.remarks
     if file.num_skipped:
         yield f"skipped while preparing: {file.num_skipped:,}"
     if not len(lengths):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import signal
 import threading
 from collections import deque
@@ -14,8 +15,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipeline.data.records import Task
-from pipeline.data.tokenizer import Tokenizer
+from pipeline.base.problems import JobError, Problem
+from pipeline.data.records import Task, separator_pattern
+from pipeline.data.tokenizer import END, Tokenizer
 
 # Tasks ahead of the writer, for each worker: enough to keep it busy, few enough to bound memory.
 _AHEAD = 3
@@ -33,15 +35,17 @@ class Encoded:
         tokens: All of them, [tokens].
         lengths: Tokens of each document (or part), end of document included where it ends here.
         bad: (name, reason) of records that cannot be used, in order.
-        empty: Names of records without any text.
+        empty: (name, reason) of records without a document.
         characters: Of the texts.
+        end_markers: How often the texts hold, as letters, what ends a document.
     """
 
     tokens: np.ndarray
     lengths: tuple[int, ...]
     bad: tuple[tuple[str, str], ...]
-    empty: tuple[str, ...]
+    empty: tuple[tuple[str, str], ...]
     characters: int
+    end_markers: int
 
 
 @dataclass(frozen=True)
@@ -52,35 +56,72 @@ class Encoder:
         tokenizer: Gives the ids.
         dtype: Of the ids in the result.
         text_field: Field of the text in JSON lines.
+        separator: What stands between documents inside a record; None: a record is a document.
     """
 
     tokenizer: Tokenizer
     dtype: np.dtype
     text_field: str
+    separator: str | None = None
 
     def __call__(self, task: Task) -> Encoded:
-        texts: list[str] = []
+        """The tokens of a task.
+
+        Raises:
+            JobError: the tokenizer gives the end of a document inside one.
+        """
+        texts: list[tuple[str, str]] = []
         bad: list[tuple[str, str]] = []
-        empty: list[str] = []
+        empty: list[tuple[str, str]] = []
         for name, record in zip(task.names, task.records, strict=True):
             try:
                 text = text_of(record, self.text_field)
             except BadRecord as error:
                 bad.append((name, str(error)))
                 continue
-            if text or not task.closed:
-                texts.append(text)
-            else:
-                empty.append(name)
+            found = self._documents(text, task)
+            texts += [(name, document) for document in found]
+            # Separators with nothing between them are no document that was left out.
+            if not found and not (self.separator and self.separator in text):
+                empty.append((name, "empty"))
         pieces: list[np.ndarray] = []
         lengths: list[int] = []
         end = np.array([self.tokenizer.end_of_document])
-        for number, ids in enumerate(self.tokenizer.encode_batch(texts), 1):
+        batch = self.tokenizer.encode_batch([text for _, text in texts])
+        for number, ((name, _), ids) in enumerate(zip(texts, batch, strict=True), 1):
+            if (ids == end).any():
+                raise JobError([_ends_itself(self.tokenizer, name)])
             closed = task.closed or number < len(texts)
             pieces += [ids, end] if closed else [ids]
             lengths.append(len(ids) + closed)
         tokens = np.concatenate(pieces, dtype=self.dtype, casting="unsafe") if pieces else end[:0]
-        return Encoded(tokens, tuple(lengths), tuple(bad), tuple(empty), sum(map(len, texts)))
+        markers = sum(
+            text.count(marker) for marker in {END, self.tokenizer.facts.eos_token} for _, text in texts
+        )
+        characters = sum(len(text) for _, text in texts)
+        return Encoded(tokens, tuple(lengths), tuple(bad), tuple(empty), characters, markers)
+
+    def _documents(self, text: str, task: Task) -> list[str]:
+        """The documents of a record, or the parts of them that a part of a long text has."""
+        if self.separator is None:
+            return [text] if text or not task.closed else []
+        first, *others = split_text(text, self.separator)
+        # White space between two separators is no document; what a long text goes on with is part of one.
+        kept = [other for other in others if other.strip()]
+        return [first, *kept] if first.strip() or task.continued else kept
+
+
+def _ends_itself(tokenizer: Tokenizer, name: str) -> Problem:
+    rule = f"gives its end of a document, id {tokenizer.end_of_document}, inside the text of {name}"
+    remedy = (
+        "Name a token of its own as eos_token, one that is neither the unknown token nor in ordinary text"
+    )
+    return Problem("tokenizer: eos_token", tokenizer.facts.eos_token, rule, remedy)
+
+
+def split_text(text: str, separator: str | None) -> list[str]:
+    """What stands between the separators; all of it where there is none."""
+    return [text] if separator is None else re.split(separator_pattern(separator), text)
 
 
 def text_of(record: str | bytes | None, text_field: str) -> str:

@@ -48,10 +48,16 @@ class Rules:
     Attributes:
         text_field: JSON field or column that holds the text.
         on_bad_record: Whether a record that cannot be used stops the preparation or is skipped and counted.
+        document_separator: What stands between documents inside a record; None: a record is a document.
     """
 
     text_field: str = "text"
     on_bad_record: Literal["stop", "skip"] = "stop"
+    document_separator: str | None = None
+
+    def to_json(self) -> dict[str, str]:
+        """The rules that hold, so that an option that is not used leaves no trace."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,7 @@ def cache_identity(corpus: Corpus, tokenizer: Tokenizer, rules: Rules | None = N
     description = {
         "format": FORMAT,
         "tokenizer": tokenizer.identity,
-        "rules": asdict(rules or Rules()),
+        "rules": (rules or Rules()).to_json(),
         "files": [
             [str(Path(file.path).absolute()), file.size, file.mtime_ns, file.named, file.kind]
             for file in corpus.files
@@ -126,7 +132,9 @@ def write_tokens(
     finish_interrupted(prefix, identity)
     if (done := _finished(prefix, identity)) is not None:
         return done
-    encoder = Encoder(tokenizer, token_dtype(tokenizer.vocab_size), rules.text_field)
+    encoder = Encoder(
+        tokenizer, token_dtype(tokenizer.vocab_size), rules.text_field, rules.document_separator
+    )
     with _explained(prefix, workers), TokenWriter(prefix, encoder.dtype, identity) as writer:
         if writer.resumed:
             logger.info(f"continuing after {writer.counts.documents:,} documents")
@@ -173,7 +181,7 @@ def _write_all(
     progress: Callable[[PreparationProgress], None],
 ) -> None:
     cut = encoder.tokenizer.cuts_at_lines
-    tasks = read_tasks(corpus.files, rules.text_field, writer.place, cut)
+    tasks = read_tasks(corpus.files, rules.text_field, writer.place, cut, rules.document_separator)
     meter = _Meter(sum(file.size for file in corpus.files), writer.counts, progress)
     problems: list[Problem] = []
     with ExitStack() as stack:
@@ -204,10 +212,11 @@ def _add(writer: TokenWriter, task: Task, result: Encoded, rules: Rules) -> list
         if rules.on_bad_record == "stop":
             return [*problems, bad_record(name, reason)]
         writer.counts.skip(name, reason)
-    for name in result.empty:
-        writer.counts.skip(name, "empty")
+    for name, reason in result.empty:
+        writer.counts.skip(name, reason)
     writer.write(result.tokens, result.lengths, task.closed)
     writer.counts.characters += result.characters
+    writer.counts.end_markers += result.end_markers
     return problems
 
 
@@ -247,13 +256,16 @@ def _description(
         "format": "MMIDIDX 1",
         "identity": identity,
         "dtype": dtype.name,
-        **{key: known[key] for key in ("documents", "tokens", "characters", "longest", "max_token")},
+        **{
+            key: known[key]
+            for key in ("documents", "tokens", "characters", "end_markers", "longest", "max_token")
+        },
         "tokenizer": {
             "identity": tokenizer.identity,
             "vocab_size": tokenizer.vocab_size,
             "end_of_document": tokenizer.end_of_document,
         },
-        "rules": asdict(rules),
+        "rules": rules.to_json(),
         "source": corpus.name,
         "files": [asdict(file) for file in corpus.files],
         "num_skipped": counts.num_skipped,

@@ -8,6 +8,7 @@ task, its `ReadPosition` says where to read on, so that a killed preparation can
 from __future__ import annotations
 
 import codecs
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -45,6 +46,7 @@ class Task:
         records: The texts or lines. None is a row without text.
         names: Of each record, for messages; for JSON and rows, ``FILE:NUMBER`` counted from 1.
         closed: The last record is the end of its document; false for a part of a long text.
+        continued: The first record goes on with the document that the last task left open.
         broken: The long text that was begun is not UTF-8 after all; what was written of it is removed.
         skipped: Files that are no text, with the reason. Files that the user named must stop the preparation.
         after: Where to read on; None inside a long text.
@@ -55,14 +57,24 @@ class Task:
     records: list[str | bytes | None] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     closed: bool = True
+    continued: bool = False
     broken: bool = False
     skipped: list[tuple[InputFile, str]] = field(default_factory=list)
     after: ReadPosition | None = None
     bytes_done: int = 0
 
 
+def separator_pattern(separator: str) -> str:
+    """What stands between two documents: the separator, and the line break after it."""
+    return re.escape(separator) + r"(?:\r?\n)?"
+
+
 def read_tasks(
-    files: Sequence[InputFile], text_field: str, start: ReadPosition, cut_long_texts: bool
+    files: Sequence[InputFile],
+    text_field: str,
+    start: ReadPosition,
+    cut_long_texts: bool,
+    separator: str | None = None,
 ) -> Iterator[Task]:
     """The records of `files` from `start` on.
 
@@ -72,6 +84,7 @@ def read_tasks(
         start: Where to begin.
         cut_long_texts: Text files above `PART_BYTES` come in parts, cut before a line break that follows a
             letter or digit.
+        separator: Between the documents of a text file; files above `PART_BYTES` are cut there, too.
 
     Raises:
         JobError: a file that cannot be read, is damaged, changes while it is read, or lacks the column.
@@ -82,7 +95,7 @@ def read_tasks(
     for number, file in enumerate(files[start.file :], start.file):
         here = start if number == start.file else ReadPosition(number)
         end = ReadPosition(number + 1)
-        if file.kind == "text" and (file.size <= PART_BYTES or not cut_long_texts):
+        if file.kind == "text" and (file.size <= PART_BYTES or not (cut_long_texts or separator)):
             size += _add_text(texts, file)
             texts.after, texts.bytes_done = end, before + file.size
             if size >= TASK_BYTES or len(texts.records) >= _TASK_RECORDS:
@@ -92,7 +105,10 @@ def read_tasks(
             if texts.after is not None:
                 yield texts
                 texts, size = Task(), 0
-            tasks = _long_text(file) if file.kind == "text" else _records(file, text_field, here)
+            if file.kind == "text":
+                tasks = _long_text(file, here, cut_long_texts, separator)
+            else:
+                tasks = _records(file, text_field, here)
             for task in _with_problems(file, tasks):
                 task.bytes_done += before
                 yield task
@@ -103,9 +119,11 @@ def read_tasks(
         yield texts
 
 
-def read_texts(files: Sequence[InputFile], text_field: str) -> Iterator[tuple[str, Any]]:
+def read_texts(
+    files: Sequence[InputFile], text_field: str, separator: str | None
+) -> Iterator[tuple[str, Any]]:
     """(name, record) of each record, JSON lines as bytes and texts as str; for training a tokenizer."""
-    for task in read_tasks(files, text_field, ReadPosition(), cut_long_texts=True):
+    for task in read_tasks(files, text_field, ReadPosition(), True, separator):
         yield from zip(task.names, task.records, strict=True)
 
 
@@ -139,27 +157,49 @@ def _add_text(task: Task, file: InputFile) -> int:
     return len(content)
 
 
-def _long_text(file: InputFile) -> Iterator[Task]:
-    """One document in parts."""
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    rest, place = "", 0
+def _long_text(file: InputFile, start: ReadPosition, cut: bool, separator: str | None) -> Iterator[Task]:
+    """One document in parts; with a separator, documents, of which a long one comes in parts."""
+    decoder = codecs.getincrementaldecoder("utf-8" if start.byte else "utf-8-sig")()
+    rest, place, is_open = "", start.byte, False
     with Path(file.path).open("rb") as stream:
+        stream.seek(start.byte)
         while True:
             block = stream.read(PART_BYTES)
             place += len(block)
             try:
                 rest += decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
-                position = place - len(error.object) + error.start
-                yield Task(broken=True, skipped=[(file, f"not UTF-8 at byte {position}")])
+                reason = f"not UTF-8 at byte {place - len(error.object) + error.start}"
+                if separator:
+                    reason += "; its documents before that are used"
+                yield Task(broken=True, skipped=[(file, reason)])
                 return
             if not block:
-                yield Task(records=[rest], names=[file.path], bytes_done=place)
+                if is_open or separator is None or rest.strip():
+                    yield Task(records=[rest], names=[file.path], continued=is_open, bytes_done=place)
                 return
-            cut = _safe_cut(rest)
-            if cut:
-                part, rest = rest[:cut], rest[cut:]
-                yield Task(records=[part], names=[file.path], closed=False, bytes_done=place)
+            end = _after_separators(rest, separator) if separator else 0
+            if end:
+                part, rest = rest[:end], rest[end:]
+                done = place - len(rest.encode()) - len(decoder.getstate()[0])
+                after = ReadPosition(start.file, 0, done)
+                yield Task(records=[part], names=[file.path], continued=is_open, after=after, bytes_done=done)
+                is_open = False
+            # What may be the beginning of a separator stays together.
+            end = _safe_cut(rest[: len(rest) - len(separator) - 2] if separator else rest) if cut else 0
+            if end:
+                part, rest = rest[:end], rest[end:]
+                yield Task(
+                    records=[part], names=[file.path], closed=False, continued=is_open, bytes_done=place
+                )
+                is_open = True
+
+
+def _after_separators(text: str, separator: str) -> int:
+    """The end of the last separator, with its line break; one whose line break may still come is left."""
+    found = re.finditer(separator_pattern(separator), text)
+    last = len(text) - len(separator) - 2
+    return max((match.end() for match in found if match.start() <= last), default=0)
 
 
 def _safe_cut(text: str) -> int:

@@ -22,7 +22,7 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -248,6 +248,7 @@ class TokenFile:
         max_token: Highest id; of large files without a description, in the blocks of the fingerprint.
         skipped: Files and records that gave no document; the first of them.
         num_skipped: How many there were.
+        remarks: What else is to be said of them.
     """
 
     tokens: np.ndarray | JoinedTokens
@@ -258,6 +259,7 @@ class TokenFile:
     max_token: int = 0
     skipped: tuple[Skipped, ...] = ()
     num_skipped: int = 0
+    remarks: tuple[str, ...] = ()
 
     @property
     def num_documents(self) -> int:
@@ -320,6 +322,7 @@ def open_token_file(prefix: str) -> TokenFile:
             description["max_token"] if "max_token" in description else _highest(content, index.dtype),
             skipped,
             description.get("num_skipped", len(skipped)),
+            remarks(description),
         )
     except FileNotFoundError as error:
         rule = f"{error.filename} is missing; token files are PREFIX.bin and PREFIX.idx, both"
@@ -361,6 +364,7 @@ def join_token_files(names: Sequence[str], files: Sequence[TokenFile]) -> TokenF
         max(file.max_token for file in files),
         tuple(entry for file in files for entry in file.skipped),
         sum(file.num_skipped for file in files),
+        tuple(dict.fromkeys(line for file in files for line in file.remarks)),
     )
 
 
@@ -374,6 +378,18 @@ def token_problems(name: str, file: TokenFile, identity: str, vocab_size: int) -
         rule = f"holds the token id {file.max_token}, and the tokenizer has ids 0 .. {vocab_size - 1}"
         return [Problem("data", name, rule, "Give the tokenizer that made it with --tokenizer")]
     return []
+
+
+def remarks(description: Mapping[str, Any]) -> tuple[str, ...]:
+    """Sentences about tokens, from their PREFIX.json; none of files without the counts."""
+    lines = []
+    if count := description.get("end_markers", 0):
+        lines.append(
+            f"WARNING: the text has the end of a document written out as letters, {count:,} times; they are "
+            "encoded as letters and end nothing. If they stand between documents, give them with "
+            "--document_separator"
+        )
+    return tuple(lines)
 
 
 def _description(path: Path) -> dict[str, Any]:

@@ -41,6 +41,7 @@ class Counts:
         documents: Written.
         tokens: Written, ends of documents included.
         characters: Of the texts.
+        end_markers: How often the texts hold, as letters, what ends a document.
         longest: Tokens of the longest document.
         max_token: Highest id.
         num_skipped: Records and files without a document.
@@ -51,6 +52,7 @@ class Counts:
     documents: int = 0
     tokens: int = 0
     characters: int = 0
+    end_markers: int = 0
     longest: int = 0
     max_token: int = 0
     num_skipped: int = 0

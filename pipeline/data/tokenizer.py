@@ -26,6 +26,7 @@ from pipeline.base.files import replaced_atomically
 from pipeline.base.problems import JobError, Problem, job_error
 from pipeline.base.user_input import is_folder
 from pipeline.data.inputs import token_prefix
+from pipeline.data.markers import without_markers
 from pipeline.hugging_face.folder_files import (
     GENERATION_CONFIG,
     MODEL_CONFIG,
@@ -156,11 +157,11 @@ def _eos_token(folder: Path, text: str, files: Mapping[str, bytes]) -> str:
 
 
 def _named_tokens(files: Mapping[str, bytes]) -> dict[str, str]:
-    """The texts of eos_token, bos_token and pad_token, of those that are named."""
+    """The texts of the end, beginning, padding and unknown tokens, of those that are named."""
     named: dict[str, str] = {}
     for file in (TOKENIZER_CONFIG, SPECIAL_TOKENS):
         content = json_object(files, file)
-        for key in ("eos_token", "bos_token", "pad_token"):
+        for key in ("eos_token", "bos_token", "pad_token", "unk_token"):
             if token := content.get(key):
                 named.setdefault(key, token["content"] if isinstance(token, dict) else token)
     return named
@@ -362,8 +363,8 @@ def vocabulary_problems(tokenizer: Tokenizer, vocab_size: int) -> tuple[Problem,
 class HuggingFaceTokenizer:
     """Ids of a tokenizer.json, plain: no special tokens put around a text, no truncation, no padding.
 
-    The text of a special token inside a document is encoded as the text it is. A document can
-    therefore not end itself.
+    The text of a marker (special tokens, and those of end, beginning, padding, unknown) inside a document
+    is encoded as the text it is. A document can therefore not end itself.
 
     Raises:
         JobError: the library cannot read the file.
@@ -377,8 +378,11 @@ class HuggingFaceTokenizer:
         from tokenizers import Tokenizer as Backend
 
         self._dtype = np.uint16 if facts.vocab_size <= 1 << 16 else np.int32
+        plain = without_markers(facts.json, (facts.eos_token, *_named_tokens(facts.files).values()))
         try:
-            self.backend = Backend.from_str(facts.json)
+            self.backend = self._decoder = Backend.from_str(plain)
+            if plain is not facts.json:
+                self._decoder = Backend.from_str(facts.json)
         except Exception as error:  # the library raises plain Exception
             if not isinstance(error, ValueError) and type(error) is not Exception:
                 raise
@@ -403,7 +407,7 @@ class HuggingFaceTokenizer:
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Text of `tokens`; special tokens are shown."""
-        return self.backend.decode([int(token) for token in tokens], skip_special_tokens=False)
+        return self._decoder.decode([int(token) for token in tokens], skip_special_tokens=False)
 
     def save(self, folder: Path) -> None:
         """Write the files of its folder as they were, with what AutoTokenizer needs."""

@@ -11,7 +11,7 @@ from typing import Any
 from pipeline.base.files import replaced_atomically
 from pipeline.base.problems import JobError, job_error
 from pipeline.data.corpus import Corpus
-from pipeline.data.encoding import BadRecord, text_of
+from pipeline.data.encoding import BadRecord, split_text, text_of
 from pipeline.data.preparation import Rules, bad_record, cache_identity
 from pipeline.data.records import read_texts
 from pipeline.data.tokenizer import END, ByteTokenizer, Tokenizer, load_tokenizer, write_tokenizer_folder
@@ -106,13 +106,14 @@ def _train(batches: Iterator[list[str]], vocab_size: int) -> str:
 
 def _batches(corpus: Corpus, rules: Rules) -> Iterator[list[str]]:
     batch: list[str] = []
-    for name, record in read_texts(corpus.files, rules.text_field):
+    separator = rules.document_separator
+    for name, record in read_texts(corpus.files, rules.text_field, separator):
         try:
-            batch.append(text_of(record, rules.text_field))
+            batch += split_text(text_of(record, rules.text_field), separator)
         except BadRecord as error:
             if rules.on_bad_record == "stop":
                 raise JobError([bad_record(name, str(error))]) from error
-        if len(batch) == _BATCH:
+        if len(batch) >= _BATCH:
             yield batch
             batch = []
     if batch:

@@ -245,7 +245,7 @@ def _leaks(training: Sequence[OpenSource], named: Sequence[OpenSource]) -> list[
 
 
 def _aside(opened: OpenSource) -> list[str]:
-    lines = []
+    lines = list(opened.token_file.remarks)
     skipped, count = opened.token_file.skipped, opened.token_file.num_skipped
     if skipped:
         shown = "; ".join(f"{entry.path} ({entry.reason})" for entry in skipped[:5])

@@ -64,6 +64,9 @@ class Options:
     """The field of JSON lines, and the column of Parquet files and datasets, that holds the text."""
     on_bad_record: BadRecord = "stop"
     """stop: a record that cannot be used ends the run with a message; skip: it is left out and counted."""
+    document_separator: Name | None = None
+    """What stands between two documents inside a text, "<|endoftext|>" say; with it goes the line break that
+    follows. None: each file, line or row is one document."""
     cache_dir: Name | None = None
     """Folder, on a disk of each host, for copies of data at s3://, gs://, http:// and https:// addresses.
     None: data/remote in output_dir."""

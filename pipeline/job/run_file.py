@@ -35,8 +35,11 @@ def identity(options: Options, model: ModelConfig, sequence_length: int, tokeniz
         tokenizer: Its own identity, so that the same one may lie in another folder.
     """
     sizes = {f"model.{key}": value for key, value in model.to_json().items() if key != "name"}
+    # Of runs that use it, so that those started before there was such an option go on.
+    separator = options.document_separator
     return {
         **sizes,
+        **({} if separator is None else {"document_separator": separator}),
         "tokenizer": tokenizer,
         "text_field": options.text_field,
         "on_bad_record": options.on_bad_record,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pipeline.base.problems import JobError
 from pipeline.check import main as check
 from pipeline.data.corpus import find_corpus
-from pipeline.data.preparation import Rules
+from pipeline.data.preparation import Rules, write_tokens
 from pipeline.data.tokenizer import (
     ByteTokenizer,
     HuggingFaceTokenizer,
@@ -76,6 +76,55 @@ def test_a_text_cannot_end_its_document(bpe: Path) -> None:
         ids = tokenizer.encode("a <|endoftext|> b").tolist()
         assert tokenizer.end_of_document not in ids
         assert tokenizer.decode(ids) == "a <|endoftext|> b"
+
+
+@pytest.mark.parametrize("marked", ["in the vocabulary", "added", "added as special"])
+@pytest.mark.parametrize("kind", ["WordLevel", "WordPiece", "BPE", "BPE of whole words", "Unigram"])
+def test_no_marker_comes_from_a_text_whatever_the_model(tmp_path: Path, kind: str, marked: str) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    markers = {"eos": "</s>", "bos": "<s>", "pad": "<pad>", "unk": "<unk>"}
+    pieces = ["a", "b", "<", "/", "s", ">", "p", "d", "</", "</s", "<s", *markers.values()]
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    merges = [("<", "/"), ("</", "s"), ("</s", ">"), ("<", "s"), ("<s", ">")]
+    model = {
+        "WordLevel": lambda: models.WordLevel(vocabulary, unk_token="<unk>"),
+        "WordPiece": lambda: models.WordPiece(vocabulary, unk_token="<unk>"),
+        "BPE": lambda: models.BPE(vocabulary, merges, unk_token="<unk>"),
+        "BPE of whole words": lambda: models.BPE(vocabulary, [], unk_token="<unk>", ignore_merges=True),
+        "Unigram": lambda: models.Unigram([(piece, -1.0 / len(piece)) for piece in pieces], len(pieces) - 1),
+    }[kind]()
+    library = Tokenizer(model)
+    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if marked == "added":
+        library.add_tokens(list(markers.values()))
+    elif marked == "added as special":
+        library.add_special_tokens(list(markers.values()))
+    (tmp_path / "tokenizer.json").write_text(library.to_str())
+    names = {f"{use}_token": marker for use, marker in markers.items()}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.vocab_size == len(pieces) == tokenizer.end_of_document + 4
+    ids = tokenizer.encode("a </s> b a</s>b <s> <pad> s<pad>s </s>").tolist()
+    assert not {vocabulary[markers[use]] for use in ("eos", "bos", "pad")} & set(ids)
+    assert [vocabulary["a"], vocabulary["b"]] == tokenizer.encode("a b").tolist()
+    assert "</s>" in tokenizer.decode([vocabulary["</s>"]])
+
+
+def test_an_end_that_is_an_ordinary_token_is_refused_where_it_ends_a_document(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    library = Tokenizer(models.BPE({"a": 0, "\n": 1, "?": 2}, [], unk_token="?"))
+    (tmp_path / "tokenizer.json").write_text(library.to_str())
+    (tmp_path / "text.txt").write_text("aa\naa")
+    corpus = find_corpus([str(tmp_path / "text.txt")])
+    for eos, text in (("\n", "aa\naa"), ("?", "aaé")):
+        (tmp_path / "text.txt").write_text(text)
+        corpus = find_corpus([str(tmp_path / "text.txt")])
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+        tokenizer = load_tokenizer(str(tmp_path))
+        with pytest.raises(JobError, match=r"its end of a document, id \d, inside the text of .*text\.txt"):
+            write_tokens(str(tmp_path / "t"), corpus, tokenizer, Rules(), 1)
 
 
 def test_parts_cut_before_a_line_break_have_the_ids_of_the_whole(bpe: Path) -> None:

@@ -91,6 +91,36 @@ def test_the_description_tells_what_is_there(inputs: Path, tmp_path: Path) -> No
     assert [Path(file["path"]).name for file in saved["files"]][:2] == ["a.jsonl", "b.jsonl.zst"]
 
 
+STORIES = "one\n<|endoftext|>\n two\r\n<|endoftext|>\r\n<|endoftext|>three<|endoftext|>\n \n<|endoftext|>\n"
+
+
+@pytest.mark.parametrize("padding", [0, 50, 120, 333])
+@pytest.mark.parametrize("form", ["txt", "jsonl"])
+def test_a_separator_ends_documents_and_unsplit_it_is_said(tmp_path: Path, form: str, padding: int) -> None:
+    """In files of any length: parts of a long one are cut anywhere."""
+    stories = "".join(STORIES.replace("two", "two" + f" {n}\nx" * padding) for n in range(20))
+    path = tmp_path / f"in.{form}"
+    path.write_bytes((stories if form == "txt" else json.dumps({"text": stories}) + "\n").encode())
+    whole = prepare(tmp_path / "whole", path)
+    assert (whole["documents"], whole["end_markers"]) == (1, 100)
+    (line,) = open_token_file(str(tmp_path / "whole")).remarks
+    assert "100 times" in line and "--document_separator" in line
+    rules = Rules(document_separator="<|endoftext|>")
+    split = prepare(tmp_path / "split", path, rules=rules)
+    expected = [
+        text for n in range(20) for text in ("one\n", " two" + f" {n}\nx" * padding + "\r\n", "three")
+    ]
+    assert [bytes(document[:-1]).decode() for document in read_documents(tmp_path / "split")] == expected
+    assert (split["end_markers"], split["num_skipped"]) == (0, 0)
+    assert split["rules"] == {
+        "text_field": "text",
+        "on_bad_record": "stop",
+        "document_separator": "<|endoftext|>",
+    }
+    assert open_token_file(str(tmp_path / "split")).remarks == ()
+    assert "document_separator" not in whole["rules"]
+
+
 class Killed(BaseException):
     """Ends a preparation at a chosen place, as a kill would: nothing is cleaned up."""
 
