@@ -159,7 +159,7 @@ def test_waiting_is_measured() -> None:
     dataset = Counting(seconds=0.2)
     with BatchLoader(dataset, Sizes(1, 1, 1), 0, 1) as loader:
         next(loader)
-        assert 0.2 <= loader.data_time < 5
+        assert 0.15 <= loader.data_time < 5
         wait_until(lambda: dataset.reads >= 4)
         next(loader)
         assert loader.data_time < 0.1

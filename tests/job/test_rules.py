@@ -228,7 +228,8 @@ GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_head": 2, "n_layer": 2, "n_positi
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**GPT2, "vocab_size": 256}), encoding="utf-8")
     config = {"optimizer": {"params": {"lr": 0.1}}, "train_batch_size": 4}
-    (problem,) = draft(tmp_path, config, model=str(tmp_path), train_steps=5).problems
+    made = draft(tmp_path, config, model=str(tmp_path), train_steps=5)
+    (problem,) = made.errors
     assert "256 token ids, and the byte tokenizer needs 257" in problem.rule
 
 
