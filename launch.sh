@@ -61,5 +61,13 @@ fi
 if [ "${1-}" = --setup_only ]; then
     exit 0
 fi
+# The versions of constraints.txt and nothing else, on every host: no modules of the shell's Python, of the
+# user's own folder, nor of the current one, whose random.py the launcher would import. An empty value is none,
+# and replaces what another host's login sets.
+for name in PYTHONPATH PYTHONHOME PYTHONSTARTUP PYTHONUSERBASE; do
+    [ -z "${!name-}" ] || echo "note: $name=${!name} is not used: only the packages in $root/.venv are." >&2
+    export "$name="
+done
+export PYTHONNOUSERSITE=1 PYTHONSAFEPATH=1
 # By its path: -m would prefer a folder "pipeline" in the current folder, such as another clone's.
 exec "$root/.venv/bin/python" "$root/pipeline/launch/launch.py" "$@"

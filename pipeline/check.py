@@ -90,7 +90,11 @@ def check_links(found: HostCheck, launcher: LauncherOptions) -> list[Problem]:
 
 def check_environment() -> int:
     """Print what this machine has and lacks; the exit code: whether it can train at all."""
-    found = examine_environment()
+    try:
+        found = examine_environment()
+    except JobError as error:
+        print_problems(console(stderr=True), error.problems)
+        return EXIT_WRONG_JOB
     problems = environment_problems(found)
     out = console()
     out.print(environment_table(found))

@@ -24,7 +24,7 @@ from pipeline.checkpoints.export.arguments import (
 )
 from pipeline.checkpoints.resume import checkpoint_at
 from pipeline.hugging_face.families import family_of
-from pipeline.job.options import read_command_line
+from pipeline.job.options import PathName, read_command_line
 from pipeline.job.report import console, print_problems
 from pipeline.training.quiet import quiet_deepspeed
 
@@ -38,15 +38,15 @@ PROGRAM = "python -m pipeline.export"
 class ExportOptions:
     """Write a checkpoint as a folder that transformers' AutoModelForCausalLM and AutoTokenizer open."""
 
-    checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
+    checkpoint: Annotated[PathName, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
     """A run's --output_dir, its checkpoints folder (the newest complete one is taken), or one checkpoint."""
-    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
+    folder: Annotated[PathName, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """The folder to make."""
     dtype: str = "float32"
     """Format of the weights: float32, as they are trained, bfloat16 or float16."""
     max_shard_size: str = "5GB"
     """Largest file of weights, as 500MB or 5GB; more weights go into several files and an index."""
-    tokenizer: str | None = None
+    tokenizer: PathName | None = None
     """bytes, or a Hugging Face tokenizer folder. None: the one saved with the checkpoint."""
     overwrite: bool = False
     """Replace a folder that holds a model."""
@@ -56,7 +56,11 @@ class ExportOptions:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Export; the exit code."""
-    options = read_command_line(ExportOptions, arguments, PROGRAM)
+    try:
+        options = read_command_line(ExportOptions, arguments, PROGRAM)
+    except JobError as error:
+        print_problems(console(stderr=True), error.problems)
+        return EXIT_WRONG_JOB
     try:
         with end_interrupts():
             quiet_deepspeed(0)

@@ -28,8 +28,8 @@ PROGRAM = "python -m pipeline.generate"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Generate; the exit code."""
-    options = read_command_line(GenerateOptions, arguments, PROGRAM)
     try:
+        options = read_command_line(GenerateOptions, arguments, PROGRAM)
         if problems := list(option_problems(options)):
             raise JobError(problems)
         _generate(options)

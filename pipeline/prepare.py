@@ -35,7 +35,7 @@ from pipeline.data.tokenizer import (
     tokenizer_facts,
 )
 from pipeline.data.tokenizer_training import train_tokenizer
-from pipeline.job.options import BadRecord, Count, Gigabytes, Name, read_command_line
+from pipeline.job.options import BadRecord, Count, Gigabytes, Name, PathName, read_command_line
 from pipeline.job.report import console, print_interruption, print_problems
 
 PROGRAM = "python -m pipeline.prepare"
@@ -48,12 +48,12 @@ _COUNTED_TOKENS = 1 << 26
 class PrepareOptions:
     """Turn text into token files, PREFIX.bin and PREFIX.idx in Megatron's format, for --data PREFIX."""
 
-    inputs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="INPUT [INPUT ...]")]
+    inputs: Annotated[tuple[PathName, ...], tyro.conf.Positional, tyro.conf.arg(metavar="INPUT [INPUT ...]")]
     """What --data of a run takes: text, .jsonl[.gz|.zst] and .parquet files, folders of them, saved datasets,
     hub:NAME. With --inspect alone, token files."""
-    output: str | None = None
+    output: PathName | None = None
     """PREFIX of the files to make."""
-    tokenizer: str | None = None
+    tokenizer: PathName | None = None
     """bytes, or a Hugging Face tokenizer folder. None: bytes."""
     train_tokenizer: int | None = None
     """Train a byte-level BPE of this many ids on the inputs first, and save it as PREFIX.tokenizer."""
@@ -66,7 +66,7 @@ class PrepareOptions:
     follows. None: each file, line or row is one document."""
     workers: Count | None = None
     """Processes that tokenize. None: one for each core, or one for a small input."""
-    cache_dir: str | None = None
+    cache_dir: PathName | None = None
     """Folder for local copies of inputs at s3://, gs:// and http(s):// addresses. None: PREFIX.remote."""
     cache_size: Gigabytes = 100.0
     """Gigabytes that the copies may take; the least recently used ones make room."""
@@ -76,8 +76,8 @@ class PrepareOptions:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prepare, inspect, or both; the exit code."""
-    options = read_command_line(PrepareOptions, arguments, PROGRAM)
     try:
+        options = read_command_line(PrepareOptions, arguments, PROGRAM)
         if problems := _problems(options):
             raise JobError(problems)
         show_messages(_say)

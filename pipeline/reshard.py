@@ -23,7 +23,7 @@ from pipeline.checkpoints.resume import checkpoint_at, conversion_problems, diff
 from pipeline.cluster.launcher_options import LauncherOptions, launcher_problems
 from pipeline.cluster.world import Paper, resolve_world
 from pipeline.job.job import Job
-from pipeline.job.options import CheckOptions
+from pipeline.job.options import CheckOptions, PathName
 from pipeline.job.report import console, print_interruption, print_problems
 from pipeline.job.resolve import examine
 from pipeline.job.run_file import CHECKPOINTS, RUN_FILE, TOKENIZER_FOLDER
@@ -43,9 +43,9 @@ class ReshardOptions(CheckOptions):
     those of pretrain.py: they describe the job that is to resume. Without --config, what is not given is as
     in the run.json of the checkpoint's run."""
 
-    checkpoint: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")] = ""
+    checkpoint: Annotated[PathName, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")] = ""
     """A checkpoint, or the folder of a run: its newest one."""
-    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")] = ""
+    folder: Annotated[PathName, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")] = ""
     """The folder to make. It is a checkpoint of its own, for --resume FOLDER."""
     workers: int = 4
     """Parameters that are converted at the same time; each takes the memory of one of its tensors in fp32."""

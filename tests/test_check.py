@@ -196,3 +196,14 @@ def test_files_of_variables_that_the_launcher_breaks_on(
     assert main(["--world_size", "2", "--model", "tiny", "--output_dir", str(tmp_path / "run")]) == 2
     shown = capsys.readouterr().out
     assert f"{tmp_path}/.deepspeed_env line 1" in shown and "hunter2" not in shown
+
+
+def test_a_user_without_a_home_folder_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("os.getuid", lambda: 4_242_424)
+    job = ("--output_dir", str(tmp_path), "--world_size", "2", "--model", "tiny")
+    assert main(job) == 2
+    assert "HOME = None: is not set, and user id 4242424 has no home folder" in capsys.readouterr().out
+    assert main(["--environment"]) == 2

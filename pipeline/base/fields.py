@@ -25,7 +25,7 @@ from math import inf
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pipeline.base.problems import Problem
-from pipeline.base.user_input import is_text
+from pipeline.base.user_input import expanded, is_text
 from pipeline.base.words import did_you_mean
 
 AUTO = "auto"
@@ -47,6 +47,7 @@ class Limits:
         low, high: Bounds, inclusive; with `above` and `below` they are exclusive.
         choices: The only values.
         filled: A text or list is not empty.
+        path: A text is a path, in which ~ and variables are read.
     """
 
     low: float | None = None
@@ -55,6 +56,7 @@ class Limits:
     below: bool = False
     choices: tuple[Any, ...] = ()
     filled: bool = False
+    path: bool = False
 
     def admit(self, value: Any) -> bool:
         if self.choices:
@@ -167,6 +169,11 @@ class Field:
         return " or ".join(form.words for form in self.forms)
 
     @property
+    def is_path(self) -> bool:
+        """Whether it is one, or a list of them."""
+        return any((form.item or form).limits.path for form in self.forms)
+
+    @property
     def limits(self) -> str:
         return next((str(form.limits) for form in self.forms if str(form.limits)), "")
 
@@ -250,6 +257,32 @@ def whole(field: Field, value: Any) -> Any:
     return value
 
 
+def with_paths(field: Field, value: Any) -> Any:
+    """The value with ~ and variables read, if it is a path or has some; of ``NAME=PATH``, those behind NAME.
+
+    Raises:
+        ValueError: a path cannot be read; the text says why.
+    """
+    if not field.is_path:
+        return value
+    if isinstance(value, (list, tuple)):
+        return type(value)(with_paths(field, item) for item in value)
+    if not isinstance(value, str):
+        return value
+    name, equals, path = value.partition("=")
+    named = bool(equals) and path.startswith(("~", "$"))
+    return f"{name}={expanded(path)}" if named else expanded(value)
+
+
+def path_problem(field: Field, value: object, where: str) -> Problem | None:
+    """Why `with_paths` cannot read the value."""
+    try:
+        with_paths(field, value)
+    except ValueError as error:
+        return Problem(where, value, str(error), "Write the path in full")
+    return None
+
+
 def type_problem(field: Field, value: object, where: str) -> Problem | None:
     """Whether a value has none of the field's types."""
     if (value == AUTO and field.auto) or any(form.fits(value) for form in field.forms):
@@ -306,7 +339,7 @@ def check(
     block: str = "",
 ) -> Iterator[Problem]:
     """What is wrong with an object that should be a record. Wrong values are removed from `values`, so that
-    the rest can be used, and whole floats become integers.
+    the rest can be used, whole floats become integers, and paths are read.
 
     Args:
         where: Dotted key -> what problems call it (file and line).
@@ -326,6 +359,7 @@ def check(
             del values[name]
             yield problem
         else:
+            values[name] = value = with_paths(known[name], value)
             yield from _check_inside(known[name], value, where, refuse, path)
     for name in known.keys() - dict(written).keys():
         if known[name].default is MISSING:
@@ -351,7 +385,11 @@ def _check_inside(
 
 def value_problem(field: Field, value: object, where: str) -> Problem | None:
     """What is wrong with one value."""
-    return type_problem(field, value, where) or range_problem(field, value, where)
+    return (
+        type_problem(field, value, where)
+        or range_problem(field, value, where)
+        or path_problem(field, value, where)
+    )
 
 
 def range_problems(record: Any, where: Callable[[str], str] = str) -> Iterator[Problem]:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 from pathlib import Path
+
+from pipeline.base.problems import job_error
 
 # No description of a job, host list or model is as large; data is, and /dev/zero has no end.
 MOST_BYTES = 2**20
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+# As a shell reads them: $NAME, ${NAME}.
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{([^}]*)\})", re.ASCII)
 _WITH_UNITS = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 # Slurm's: days-hours[:minutes[:seconds]], hours:minutes:seconds, minutes:seconds.
 _WITH_COLONS = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
@@ -28,6 +33,51 @@ def is_folder(path: str | Path) -> bool:
 
 def is_file(path: str | Path) -> bool:
     return exists(path) and Path(path).is_file()
+
+
+def home_folder() -> Path:
+    """The user's home folder.
+
+    Raises:
+        JobError: there is none. Libraries would make a folder called ~, or end in a traceback.
+    """
+    try:
+        return Path.home()
+    except RuntimeError as error:
+        rule = f"is not set, and user id {os.getuid()} has no home folder on this machine"
+        raise job_error("HOME", None, rule, "Set HOME to a folder that this user may write to") from error
+
+
+def expanded(path: str) -> str:
+    """A path with the ~ and the variables that a shell leaves in quotes and behind ``--option=`` replaced.
+
+    Addresses stay as they are, and so does what exists under a name with $ in it.
+
+    Raises:
+        ValueError: a variable is not set, or nobody has that home folder.
+    """
+    if "://" in path:
+        return path
+    if path.startswith("~"):
+        user, slash, rest = path[1:].partition("/")
+        path = f"{_home_of(user)}{slash}{rest}"
+    if "$" not in path or exists(path):
+        return path
+    return _VARIABLE.sub(_value_of, path)
+
+
+def _home_of(user: str) -> str:
+    try:
+        return str(Path(f"~{user}").expanduser()).rstrip("/")
+    except RuntimeError as error:
+        raise ValueError(f"there is no home folder of {user or f'user id {os.getuid()}'}") from error
+
+
+def _value_of(match: re.Match[str]) -> str:
+    name = match[1] or match[2]
+    if not os.environ.get(name):
+        raise ValueError(f"the variable {name} is not set")
+    return os.environ[name]
 
 
 def read_text(path: str | Path) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.base.problems import Problem
+from pipeline.base.user_input import expanded
 from pipeline.cluster.hostfile import address_rule
 
 # Below 5 s of failure time-out, a host that swaps is taken for one that is gone.
@@ -72,9 +73,16 @@ class _Joined(argparse.Action):
         vars(namespace)[self.dest] = f"{before}@{values}" if before else values
 
 
+def _path(text: str) -> str:
+    try:
+        return expanded(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}. Write the path in full.") from error
+
+
 def _add_hosts(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("-H", "--hostfile", metavar="FILE", help="hosts and slots (default: this machine)")
+    add("-H", "--hostfile", type=_path, metavar="FILE", help="hosts and slots (default: this machine)")
     add("-i", "--include", action=_Joined, metavar="HOST[:SLOT,..]@..", help="use only these")
     add("-e", "--exclude", action=_Joined, metavar="HOST[:SLOT,..]@..", help="leave these out")
     add("--num_nodes", type=int, metavar="N", help="use the first N hosts")

@@ -38,6 +38,8 @@ _LAUNCHER_SIGNS = ("CROSS_RANK", "TORCHELASTIC_RUN_ID")
 # accelerate's own start of a single process sets the first; for more than one process also the second.
 _SEVERAL_BY_ACCELERATE = ("ACCELERATE_MIXED_PRECISION", "MASTER_ADDR")
 _ANY_LAUNCHER = "Start with deepspeed, torchrun, mpirun or srun, which set it"
+# What MPI's own starts set.
+_OF_MANAGERS = ("OMPI_", "PMI_", "PMIX_", "MPI_LOCAL")
 FIRST_PORT, FIRST_OUTGOING_PORT = 15_000, 32_768
 
 
@@ -119,6 +121,12 @@ def find_managers(environ: Mapping[str, str]) -> tuple[Manager, ...]:
     if inner:
         return tuple(inner)
     return (SLURM,) if SLURM.rank in environ and SLURM.world_size in environ else ()
+
+
+def without_managers(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a rank whose place is known: DeepSpeed compares it with what MPI's mpirun and
+    mpiexec set, and a shell may have that from another job."""
+    return {name: value for name, value in environ.items() if not name.startswith(_OF_MANAGERS)}
 
 
 def slurm_counts(text: str) -> list[int]:

@@ -25,7 +25,7 @@ from pipeline.base.problems import JobError, Problem
 from pipeline.base.user_input import exists
 from pipeline.data.corpus import SourceSpec, data_problems
 from pipeline.data.inputs import is_remote, readable
-from pipeline.job.options import Name, Options
+from pipeline.job.options import Name, Options, PathName
 
 # How far from 1 the weights' sum may be: thirds written with six digits are meant well.
 SUM_TOLERANCE = Fraction(1, 100_000)
@@ -121,7 +121,9 @@ def _weighted_paths(entries: Sequence[str]) -> tuple[list[SourceSpec], list[Prob
 class BlendSource(Record):
     """One source of a blend file."""
 
-    data: Name | Annotated[list[Name], Limits(filled=True)] = described(meaning="Path, or list of paths.")
+    data: PathName | Annotated[list[PathName], Limits(filled=True)] = described(
+        meaning="Path, or list of paths."
+    )
     weight: float = described(meaning="Share of the samples.")
     name: Name | None = described(
         None, "For the console, the metrics and the checkpoint.", default_text="its paths"

@@ -17,7 +17,14 @@ from typing import Annotated, Any, TypeVar
 
 import tyro
 
-from pipeline.base.fields import Limits, fields_of, range_problems, type_problem
+from pipeline.base.fields import (
+    Limits,
+    fields_of,
+    path_problem,
+    range_problems,
+    type_problem,
+    with_paths,
+)
 from pipeline.base.problems import JobError, Problem
 from pipeline.base.user_input import exists, parse_duration
 from pipeline.base.words import did_you_mean
@@ -30,6 +37,7 @@ Amount = Annotated[int, Limits(0)]
 Share = Annotated[float, Limits(0, 1, below=True)]
 Gigabytes = Annotated[float, Limits(0, inf, above=True, below=True)]
 Name = Annotated[str, Limits(filled=True)]
+PathName = Annotated[str, Limits(filled=True, path=True)]
 BadRecord = Annotated[str, Limits(choices=("stop", "skip"))]
 LONGEST_DAYS = 36500  # of --time_limit
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
@@ -39,25 +47,25 @@ _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 class Options:
     """Pretrain a GPT with DeepSpeed: pipeline, data (ZeRO), sequence and tensor parallelism in one job."""
 
-    deepspeed_config: Name = "ds_configs/zero1.json"
+    deepspeed_config: PathName = "ds_configs/zero1.json"
     """DeepSpeed JSON: batch sizes, precision, ZeRO, optimizer, schedule and the parallel sizes. A relative
     path is looked up in the current folder, then in the project's."""
     strict: bool = False
     """Refuse what is otherwise noted: keys of the JSON that change nothing in this job."""
-    model: Name = "auto"
+    model: PathName = "auto"
     """Preset name, or a Hugging Face folder, whose weights and tokenizer are used where it has some, or a
     config.json, for random weights. auto: tiny on CPU, gpt2-124m on GPU."""
-    data: tuple[Name, ...] = ()
+    data: tuple[PathName, ...] = ()
     """What to train on: text, .jsonl[.gz|.zst] and .parquet files, folders of them, saved datasets folders,
     the PREFIX of Megatron token files, hub:NAME; files, folders and PREFIX at s3://, gs:// and http(s)://
     addresses, too. PATH=WEIGHT for each: a blend of sources with these shares of the samples. None: the
     source text of Python's standard library."""
-    data_blend: Name | None = None
+    data_blend: PathName | None = None
     """JSON of named sources and weights, instead of --data:
     {"sources": [{"name": "books", "data": "books.txt", "weight": 0.7}, ...]}."""
-    validation: tuple[Name, ...] = ()
+    validation: tuple[PathName, ...] = ()
     """Validation sets, NAME=PATH; a NAME may come several times. Each is evaluated and logged by its name."""
-    tokenizer: str | None = None
+    tokenizer: Annotated[str, Limits(path=True)] | None = None
     """bytes, or a Hugging Face tokenizer folder. None: the one saved beside token files, else the one in the
     model's folder, else bytes."""
     text_field: str = "text"
@@ -67,7 +75,7 @@ class Options:
     document_separator: Name | None = None
     """What stands between two documents inside a text, "<|endoftext|>" say; with it goes the line break that
     follows. None: each file, line or row is one document."""
-    cache_dir: Name | None = None
+    cache_dir: PathName | None = None
     """Folder, on a disk of each host, for copies of data at s3://, gs://, http:// and https:// addresses.
     None: data/remote in output_dir."""
     cache_size: Gigabytes = 100.0
@@ -103,16 +111,16 @@ class Options:
     time_limit: Name | None = None
     """Save and stop before this time is over: 3600, 90m, 3h30m, 1-12:00:00. Counted from the launch; what the
     saving takes is kept free."""
-    stop_file: Name | None = None
+    stop_file: PathName | None = None
     """Save and stop when this file appears, or is touched again. None: STOP in output_dir, which is removed
     when the run has stopped."""
     log_interval: Count = 10
     """Steps between lines on the console; metrics.jsonl has every step."""
     log_samples: bool = False
     """Write samples.jsonl: the samples of every step, by source and number."""
-    output_dir: Name | None = None
+    output_dir: PathName | None = None
     """Folder of the run. None: runs/<model name>, for a model folder runs/from_<its name>."""
-    resume: Name = "auto"
+    resume: PathName = "auto"
     """auto: from the newest checkpoint in output_dir if there is one; never: start at step 0, refusing a
     folder that holds checkpoints; or the path of a checkpoint."""
     allow_pickle: tuple[str, ...] = ()
@@ -130,7 +138,7 @@ class Options:
     """The text that the generated sample continues."""
     print_config: bool = False
     """Print the dict that DeepSpeed receives."""
-    config: Name | None = None
+    config: PathName | None = None
     """A run.json: its options become the defaults, options given beside it win."""
     started_at: Annotated[float, Limits(0, inf, below=True)] | None = None
     """When the job was launched, in seconds since 1970; ./launch.sh says so. None: when rank 0 started."""
@@ -206,7 +214,7 @@ def parse_options(args: Sequence[str], kind: type[O] = Options, prog: str | None
         JobError: the file given with --config cannot be used, or --data has no path.
     """
     _refuse_empty_data(args)
-    saved = _config_argument(args)
+    saved = _config_argument(with_expanded_paths(args, kind))
     default = kind() if saved is None else from_run_file(Path(saved), kind)
     return read_command_line(kind, args, prog, default)
 
@@ -222,9 +230,10 @@ def read_command_line(
 
     Raises:
         SystemExit: as `parse_options`.
+        JobError: a path has a variable that is not set.
     """
     given = {} if default is None else {"default": default}
-    return tyro.cli(
+    read = tyro.cli(
         kind,
         args=_gathered(sys.argv[1:] if args is None else args, kind),
         prog=prog,
@@ -232,6 +241,25 @@ def read_command_line(
         config=(tyro.conf.FlagCreatePairsOff,),
         **given,
     )
+    known = fields_of(kind)
+    values = {name: getattr(read, name) for name in known}
+    if found := list(filter(None, (path_problem(known[name], values[name], name) for name in known))):
+        raise JobError(found)
+    return kind(**{name: with_paths(known[name], values[name]) for name in known})
+
+
+def with_expanded_paths(args: Sequence[str], kind: type) -> list[str]:
+    """The command line with ~ and variables in its paths read here, for ranks on other hosts. A path that
+    cannot be read stays, and `read_command_line` says why."""
+    known, result, field = fields_of(kind), [], None
+    for argument in args:
+        option, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
+        if option:
+            field = known.get(option[2:].replace("-", "_"))
+        if field is not None and (equals or not option) and path_problem(field, value, "") is None:
+            value = with_paths(field, value)
+        result.append(f"{option}{equals}{value}")
+    return result
 
 
 def _gathered(args: Sequence[str], kind: type) -> list[str]:

@@ -26,6 +26,7 @@ Amount = Annotated[int, Limits(0)]
 Positive = Annotated[float, Limits(0, above=True)]
 NotNegative = Annotated[float, Limits(0)]
 Share = Annotated[float, Limits(0, 1)]
+Path = Annotated[str, Limits(path=True)]
 USUAL = "model's default"
 
 
@@ -154,7 +155,7 @@ class ActivationCheckpointing(Record):
 @dataclass(frozen=True, slots=True)
 class OffloadOptimizer(Record):
     device: Literal["none", "cpu", "nvme"] = _sharded("none", "Where to.")
-    nvme_path: str | None = _three(None, "Folder on the NVMe drive.")
+    nvme_path: Path | None = _three(None, "Folder on the NVMe drive.")
     buffer_count: Size = _three(4, "NVMe buffers; at least 4 for Adam.")
     pin_memory: bool = _sharded(True, "Page-locked host memory.")
     pipeline_read: bool = _three(False, "Read the next NVMe tile early.")
@@ -165,7 +166,7 @@ class OffloadOptimizer(Record):
 @dataclass(frozen=True, slots=True)
 class OffloadParam(Record):
     device: Literal["none", "cpu", "nvme"] = _three("none", "Where to.")
-    nvme_path: str | None = _three(None, "Folder on the NVMe drive.")
+    nvme_path: Path | None = _three(None, "Folder on the NVMe drive.")
     buffer_count: Size = _three(5, "NVMe buffers.")
     buffer_size: Size = _three(100_000_000, "Elements per NVMe buffer.")
     max_in_cpu: Amount = _three(1_000_000_000, "Elements kept in host memory with NVMe.")
@@ -222,14 +223,14 @@ class Aio(Record):
 @dataclass(frozen=True, slots=True)
 class TensorBoard(Record):
     enabled: bool = described(False, "On.")
-    output_path: str | None = described(None, "Folder.", default_text="<output_dir>/tensorboard")
+    output_path: Path | None = described(None, "Folder.", default_text="<output_dir>/tensorboard")
     job_name: str = described("DeepSpeedJobName", "Folder inside it.")
 
 
 @dataclass(frozen=True, slots=True)
 class CsvMonitor(Record):
     enabled: bool = described(False, "On.")
-    output_path: str | None = described(None, "Folder.", default_text="<output_dir>/csv_monitor")
+    output_path: Path | None = described(None, "Folder.", default_text="<output_dir>/csv_monitor")
     job_name: str = described("DeepSpeedJobName", "Folder inside it.")
 
 

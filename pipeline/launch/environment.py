@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.base.problems import Problem
+from pipeline.base.user_input import home_folder
 from pipeline.base.words import size
 from pipeline.cluster.devices import driver_needed
 from pipeline.cluster.world import available_cores
@@ -84,7 +85,7 @@ class Environment:
 
 def examine_environment(environ: Mapping[str, str] = os.environ) -> Environment:
     """Ask this machine, and torch in a process of its own; takes some seconds."""
-    home = str(Path.home())
+    home = str(home_folder())
     question = Question(
         str(PROJECT), str(Path.cwd()), folders=(str(Path.cwd()), home, "/tmp"), commands=PROGRAMS
     )

@@ -12,6 +12,7 @@ from typing import IO, TypeVar
 
 from pipeline.base.command import reader_may_leave, say
 from pipeline.base.problems import JobError
+from pipeline.base.user_input import home_folder
 from pipeline.checkpoints.output import checkpoint_bytes, space_problems
 from pipeline.checkpoints.resume import examine_resume
 from pipeline.cluster.forwarded_environment import deepspeed_env
@@ -23,7 +24,7 @@ from pipeline.cluster.launcher_options import (
 )
 from pipeline.cluster.world import Paper, resolve_world
 from pipeline.job.job import Job
-from pipeline.job.options import Options, parse_options
+from pipeline.job.options import Options, parse_options, with_expanded_paths
 from pipeline.job.report import console, describe, print_problems, verdict
 from pipeline.job.resolve import Draft, examine
 from pipeline.job.world import World
@@ -50,6 +51,7 @@ def read_arguments(
             print("\njob options:\n", flush=True)
             parse_options(["--help"], kind, program)  # ends this process
     launcher, job_arguments = split_arguments(arguments, program)
+    job_arguments = with_expanded_paths(job_arguments, kind)
     return launcher, parse_options(job_arguments, kind, program), job_arguments
 
 
@@ -71,7 +73,10 @@ def check(
     except JobError as error:
         draft = examine(options, None, error.problems)
     draft.problems += launcher_problems(launcher)
-    draft.problems += deepspeed_env(Path.home(), Path.cwd(), os.environ, launcher.launcher)[1]
+    try:
+        draft.problems += deepspeed_env(home_folder(), Path.cwd(), os.environ, launcher.launcher)[1]
+    except JobError as error:
+        draft.problems += error.problems
     if draft.world is not None and paper.hosts_like is None:  # which nobody starts
         draft.problems += launcher_world_problems(launcher, draft.world)
         if not batch:  # what a part of the hosts does not need, the whole job may

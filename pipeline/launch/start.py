@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pipeline.base.command import say
 from pipeline.base.problems import EXIT_STOPPED, EXIT_WRONG_JOB
+from pipeline.base.user_input import home_folder
 from pipeline.base.words import counted
 from pipeline.cluster.agent.coordinator import Coordinator
 from pipeline.cluster.agent.handshake import key_in_memory, new_key
@@ -102,7 +103,7 @@ def _coordinator(world: World, options: LauncherOptions, job_arguments: Sequence
 def rank_variables(environ: Mapping[str, str], is_local: bool) -> tuple[tuple[str, str], ...]:
     """What the ranks get beside what they find on their host: the ``.deepspeed_env`` files (which have been
     checked), and on other hosts the variables that are passed on."""
-    files, _ = deepspeed_env(Path.home(), Path(), environ)
+    files, _ = deepspeed_env(home_folder(), Path(), environ)
     return forwarded({} if is_local else environ, files)
 
 

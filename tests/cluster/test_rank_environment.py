@@ -10,6 +10,7 @@ from pipeline.cluster.rank_environment import (
     read_rank_environment,
     slurm_first_host,
     slurm_local_size,
+    without_managers,
 )
 
 # As the programs set them for rank 3 of 4, two on each of h1 and h2.
@@ -176,3 +177,9 @@ def test_first_host_of_a_list(nodes: str, first: str) -> None:
 def test_a_list_that_cannot_be_understood(text: str) -> None:
     assert keys_of(SLURM | {"SLURM_STEP_NODELIST": text}) == ["SLURM_STEP_NODELIST"]
     assert keys_of(SLURM | {"SLURM_STEP_TASKS_PER_NODE": text}) == ["SLURM_STEP_TASKS_PER_NODE"]
+
+
+def test_a_rank_does_not_see_what_mpi_left_in_the_shell() -> None:
+    """DeepSpeed ends ranks whose LOCAL_RANK differs from OMPI_COMM_WORLD_LOCAL_RANK."""
+    left = {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "PMI_RANK": "0", "PMIX_RANK": "0", "MPI_LOCALRANKID": "0"}
+    assert without_managers(left | {"NCCL_DEBUG": "INFO"}) == {"NCCL_DEBUG": "INFO"}

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from pipeline.base.fields import fields_of
+from pipeline.base.fields import check, fields_of
 from pipeline.base.problems import JobError
 from pipeline.cluster.launcher_options import split_arguments
-from pipeline.job.options import CheckOptions, Options, from_json, option_problems, parse_options
+from pipeline.job.options import (
+    CheckOptions,
+    Options,
+    from_json,
+    option_problems,
+    parse_options,
+    with_expanded_paths,
+)
 from pipeline.job.resolve import examine
+from pipeline.job.schema import DeepSpeedConfig
 from tests.job.drafts import world
 
 
@@ -170,3 +179,63 @@ def test_resume_names_a_checkpoint(tmp_path: Path) -> None:
     assert option_problems(Options(resume=str(tmp_path))) == []
     (problem,) = option_problems(Options(resume="alway"))
     assert problem.key == "resume"
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ("~/x", "/home/me/x"),
+        ("~", "/home/me"),
+        ("$SCRATCH/x", "/scratch/x"),
+        ("a${SCRATCH}b", "a/scratchb"),
+        ("a~$", "a~$"),
+        ("s3://bucket/$SCRATCH/~", "s3://bucket/$SCRATCH/~"),
+    ],
+)
+def test_paths_are_read_as_a_shell_reads_them(
+    given: str, read: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every path of a command line, of a run.json and of the JSON; and so that all hosts read the same."""
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("SCRATCH", "/scratch")
+    line = [
+        f"--output_dir={given}",
+        "--data",
+        given,
+        "b",
+        "--validation",
+        f"v={given}",
+        "--sample_prompt",
+        given,
+    ]
+    options = parse_options(line)
+    assert options == Options(
+        output_dir=read, data=(read, "b"), validation=(f"v={read}",), sample_prompt=given
+    )
+    assert parse_options(with_expanded_paths(line, Options)) == options
+    (tmp_path / "run.json").write_text(json.dumps({"options": {"output_dir": given}}), encoding="utf-8")
+    assert parse_options(["--config", str(tmp_path / "run.json")]).output_dir == read
+    assert split_arguments(["--hostfile", given])[0].hostfile == read
+    monitors = {"tensorboard": {"enabled": True, "output_path": given}}
+    values = json.loads(json.dumps(monitors))
+    assert list(check(DeepSpeedConfig, values, str)) == []
+    assert values["tensorboard"]["output_path"] == read
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [("$NO_SUCH/x", "the variable NO_SUCH is not set"), ("~nobody-here/x", "no home folder of")],
+)
+def test_a_path_that_cannot_be_read_is_refused(
+    path: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("output_dir", "data", "cache_dir", "resume", "stop_file", "deepspeed_config", "tokenizer"):
+        with pytest.raises(JobError, match=f"(?s){name}.*{why}"):
+            parse_options([f"--{name}", path])
+    values = {"csv_monitor": {"output_path": path}}
+    assert [why in problem.rule for problem in check(DeepSpeedConfig, values, str)] == [True]
+    with pytest.raises(SystemExit, match="2"):
+        split_arguments(["--hostfile", path])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "$NO_SUCH").mkdir()  # what has this very name is meant
+    assert parse_options(["--data", "$NO_SUCH"]).data == ("$NO_SUCH",)

@@ -47,6 +47,34 @@ def test_another_projects_pipeline_in_the_current_folder_is_not_taken(tmp_path: 
     assert done.returncode == 2 and "train_steps = 0" in done.stderr
 
 
+def test_only_the_pinned_packages_are_used(tmp_path: Path) -> None:
+    """Whatever the shell says of Python, and whatever the current folder has that is named as a module is."""
+    for folder in ("cwd", "modules"):
+        (tmp_path / folder).mkdir()
+        for name in ("random", "queue", "json", "numpy"):
+            (tmp_path / folder / f"{name}.py").write_text("raise SystemExit(77)")
+    script = (ROOT / "launch.sh").read_text(encoding="utf-8")
+    script = f"root={ROOT}\nfor name in PYTHONPATH{script.partition('for name in PYTHONPATH')[2]}"
+    started = '"$root/.venv/bin/python" "$root/pipeline/launch/launch.py"'
+    assert started in script
+    # As the launcher is started: with -m, or -c, the current folder would come first.
+    look = "import json, queue, random, site; print(site.ENABLE_USER_SITE)"
+    script = script.replace(started, f"{sys.executable} -c '{look}'")
+    given = {"PYTHONPATH": str(tmp_path / "modules"), "PYTHONHOME": "/nowhere", "PYTHONSTARTUP": "x"}
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=tmp_path / "cwd",
+        env={"PATH": "/usr/bin:/bin", **given},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout == "False\n"
+    for name, value in given.items():
+        assert f"note: {name}={value} is not used" in done.stderr
+
+
 OLD_PYTHON = 'if [ "$1" = -V ]; then echo Python 3.9.1; else exit 1; fi'
 NO_VENV_PYTHON = 'case "$*" in *ensurepip*) exit 1;; esac'
 

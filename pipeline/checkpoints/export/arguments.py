@@ -16,6 +16,7 @@ from pipeline.checkpoints.manifest import Checkpoint
 from pipeline.checkpoints.resume import is_checkpoint
 from pipeline.data.tokenizer import TOKENIZER, Tokenizer, load_tokenizer
 from pipeline.job.models import CONFIG_FILE
+from pipeline.job.options import PathName
 from pipeline.job.run_file import TOKENIZER_FOLDER
 from pipeline.model.config import ModelConfig, model_from_json
 
@@ -78,7 +79,7 @@ def bytes_of(size: str) -> int | None:
 class GenerateOptions:
     """Continue a text with a trained model, and print it as it comes."""
 
-    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    source: Annotated[PathName, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A run's --output_dir, its checkpoints folder, one checkpoint, or a Hugging Face folder."""
     prompt: str
     """The text to continue."""
@@ -96,7 +97,7 @@ class GenerateOptions:
     """Of the draws: the same seed, options and machine give the same text."""
     dtype: str = "float32"
     """Format to compute in: float32, bfloat16 or float16."""
-    tokenizer: str | None = None
+    tokenizer: PathName | None = None
     """bytes, or a Hugging Face tokenizer folder. None: the one saved with the checkpoint or in the folder."""
     allow_pickle: tuple[str, ...] = ()
     """MODULE.NAME that a checkpoint's files may ask for when they are read, beyond the pipeline's own."""

@@ -17,7 +17,7 @@ from pipeline.cluster.agent.launch_spec import LaunchSpec
 from pipeline.cluster.agent.owned_process import descendants, kill_all, start_owned
 from pipeline.cluster.agent.rank_link import STACKS_SIGNAL, Inherited
 from pipeline.cluster.agent.rank_output import RankOutput
-from pipeline.cluster.rank_environment import RankEnvironment
+from pipeline.cluster.rank_environment import RankEnvironment, without_managers
 from pipeline.job.stop_file import stamped
 
 _STACKS_SECONDS = 1.0
@@ -73,7 +73,7 @@ class RankProcess:
         inherited = Inherited(its.fileno(), stacks.fileno(), self._spec.hosts, self._spec.batch)
         given = stamped(arguments) if place.rank == 0 else arguments
         command = [*self._command, inherited.argument(), *given]
-        variables = dict(os.environ) | environment | place.variables()
+        variables = without_managers(os.environ) | environment | place.variables()
         stdout, stderr = self.output.open()
         self._process = start_owned(command, variables, stdout, stderr, (its.fileno(), stacks.fileno()))
         its.close()

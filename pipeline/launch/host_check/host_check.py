@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.base.problems import Problem
-from pipeline.base.user_input import exists
+from pipeline.base.user_input import exists, home_folder
 from pipeline.base.words import counted, few
 from pipeline.cluster.agent.connection import route_address
 from pipeline.cluster.devices import BF16_CAPABILITY
@@ -123,7 +123,7 @@ def ask_job_hosts(
         environ: Of the launch; DS_ACCELERATOR decides, as it does in ranks.
     """
     world = draft.world
-    files, _ = deepspeed_env(Path.home(), Path.cwd(), environ)
+    files, _ = deepspeed_env(home_folder(), Path.cwd(), environ)
     exported = dict(forwarded({} if world.is_local else environ, files))
     launch, problems = _launch(world, launcher)
     question = replace(_question(draft, launcher, exported), launch=launch)

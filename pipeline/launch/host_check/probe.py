@@ -49,7 +49,15 @@ def user(request: Request) -> dict[str, Any]:
         name = pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
         name = str(os.getuid())
-    return {"name": name, "home": str(Path.home())}
+    return {"name": name, "home": str(_home())}
+
+
+def _home() -> Path:
+    """Where libraries take the home folder to be: a folder called ~ for a user who has none."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return Path("~")
 
 
 def machine(request: Request) -> dict[str, Any]:
@@ -245,7 +253,7 @@ def locks(request: Request) -> list[dict[str, Any]]:
     every later one waits for it without end.
     """
     environ = {**os.environ, **request["environment"]}
-    cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    cache = Path(environ.get("XDG_CACHE_HOME") or _home() / ".cache")
     root = Path(environ.get("TORCH_EXTENSIONS_DIR") or cache / "torch_extensions")
     found = sorted({*root.glob("*/lock"), *root.glob("*/*/lock")})
     opened = _opened() if found else set()
