@@ -39,6 +39,12 @@ def pairs_of_settings(case: Any, *names: str) -> set[tuple[Hashable, ...]]:
     return set(combinations(settings, 2))
 
 
+def first_fast(cases: Sequence[Any], number: int) -> list[Any]:
+    """Parameters of which the first `number` are fast tests, and all others slow ones."""
+    rows = (case if isinstance(case, tuple) else (case,) for case in cases[number:])
+    return [*cases[:number], *(pytest.param(*row, marks=pytest.mark.slow) for row in rows)]
+
+
 def slow(always: Iterable[Case], further: Sequence[Case], facts: Facts) -> list[Any]:
     """Parameters for a slow test: all of `further`, those marked repeats that show nothing new."""
     chosen = covering(always, further, facts)

@@ -23,6 +23,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -78,9 +79,13 @@ def modules() -> list[str]:
     return sorted(path.as_posix() for path in paths if path.name != "__init__")
 
 
-def imports(module: str) -> Iterator[str]:
+@cache
+def imports(module: str) -> frozenset[str]:
     """The modules of this project that a module names in any import, those inside functions included."""
-    known = set(modules())
+    return frozenset(_named_in(module, set(modules())))
+
+
+def _named_in(module: str, known: set[str]) -> Iterator[str]:
     for node in ast.walk(ast.parse((PACKAGE / f"{module}.py").read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]

@@ -89,7 +89,9 @@ def check(runs: Runs, row: Row, optimizer: str = "AdamW") -> None:
     assert differences(runs, run, model=model, optimizer=optimizer) == []
 
 
-@pytest.mark.parametrize("row", FAST, ids=name)
+@pytest.mark.parametrize(
+    "row", [FAST[0], *(pytest.param(row, marks=pytest.mark.slow) for row in FAST[1:])], ids=name
+)
 def test_another_layout_resumes(row: Row, runs: Runs):
     check(runs, row)
 

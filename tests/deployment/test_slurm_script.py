@@ -19,6 +19,7 @@ import pytest
 
 from pipeline.cluster.hostfile import read_hostfile
 from pipeline.job.world import Host
+from tests.covering import first_fast
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "deploy" / "slurm" / "train.sbatch"
@@ -172,6 +173,7 @@ def test_a_warning_before_the_start_puts_the_job_back_at_once(cluster: Cluster) 
     assert "launches" not in cluster and list(cluster.folder.glob("*.hosts")) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("environment", "full", "words"),
     [
@@ -194,7 +196,7 @@ def test_what_cannot_come_back_ends_with_3_and_says_why(
     assert ("requeued" in cluster) == full
 
 
-@pytest.mark.parametrize("code", ["1", "2", "3"])
+@pytest.mark.parametrize("code", first_fast(["3", "1", "2"], 1))
 def test_without_a_warning_the_exit_code_is_the_launches(cluster: Cluster, code: str) -> None:
     job = cluster.submit(*JOB, CODE=code)
     job.communicate(timeout=60)

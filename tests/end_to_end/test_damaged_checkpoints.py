@@ -46,6 +46,7 @@ def test_a_flipped_bit_costs_one_interval_and_no_step_of_the_metrics(shop: Works
     assert "the run had finished at step 6 before" in again.stdout[0]
 
 
+@pytest.mark.slow
 def test_a_file_that_would_run_something_ends_the_start_on_every_rank(shop: Workshop):
     arguments = shop.arguments("run", shop.config())
     run_job(arguments, 2).check()

@@ -51,7 +51,7 @@ WARM_UP = {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps":
 CASES = (
     Case("zero 1, dropout", 2, zero(1), DROPOUT, slow=False),
     Case("1f1b", 2, {"pipeline": {"stages": 2}}, slow=False),
-    Case("zero 3", 2, zero(3), slow=False),
+    Case("zero 3", 2, zero(3)),
     Case("one rank", 1),
     Case("zero 0", 2, repeats=True),
     Case("zero 0, accumulation", 2, {"train_micro_batch_size_per_gpu": 1}, DROPOUT, repeats=True),
@@ -84,7 +84,7 @@ CASES = (
     Case("recomputation", 2, {"activation_checkpointing": {"mode": "full"}, **zero(1)}, DROPOUT),
     Case("sgd with momentum", 2, {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}),
     Case("saved at step 3, stopped after 2", 2, zero(1), ("--save_interval", "3")),
-    Case("async, zero 1", 2, zero(1), (*ASYNC, *DROPOUT), slow=False),
+    Case("async, zero 1", 2, zero(1), (*ASYNC, *DROPOUT)),
     Case("async, zero 0", 2, {}, ASYNC, repeats=True),
     Case("async, zero 3, offload", 2, zero(3, offload_optimizer=CPU, offload_param=CPU), ASYNC, repeats=True),
     Case("async, bf16, zero 1, 1f1b", 2, {**BF16, **zero(1), "pipeline": {"stages": 2}}, ASYNC),

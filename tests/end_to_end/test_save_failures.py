@@ -163,6 +163,7 @@ def stop_early(_: list[str], rank: int, target: str, victims: tuple[int, ...], s
 STARTING = ("pipeline.training.rank:read_job", "pipeline.training.preparing:load_data")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", STARTING)
 def test_a_signal_before_the_ranks_have_met_ends_each_at_once(target: str, shop: Workshop):
     begin = time.monotonic()
@@ -178,6 +179,7 @@ def test_a_signal_before_the_ranks_have_met_ends_each_at_once(target: str, shop:
     run_job(shop.arguments("run", shop.config()), 2).check()
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_others_in_c_code_is_ended(shop: Workshop):
     """As in the rendezvous, which may wait for half an hour."""
     target = "pipeline.training.preparing:start_distributed"

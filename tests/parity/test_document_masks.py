@@ -292,6 +292,7 @@ def test_an_error_in_the_code_is_found(case: Case, mutation: Callable[[Calls], N
     assert found
 
 
+@pytest.mark.slow
 def test_without_documents_the_masked_reference_is_not_met(tmp_path: Path):
     case = Case()
     runs = run_ranks(train_rank, 1, case, case.job(tmp_path))

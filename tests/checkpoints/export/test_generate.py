@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, GenerationMixin
 from pipeline.checkpoints.export import load_model
 from pipeline.export import main as export
 from pipeline.generate import main
+from tests.covering import first_fast
 from tests.harness import run_job
 from tests.hugging_face.folders import logits_of_transformers
 
@@ -59,12 +60,14 @@ def test_greedy_text_is_that_of_whole_forward_passes(base: Path, capsys: pytest.
 
 @pytest.mark.parametrize(
     "options",
-    [(), ("--top_k", "5"), ("--top_p", "0.9"), ("--temperature", "1.5"), ("--dtype", "bfloat16")],
+    first_fast(
+        [[], ["--top_k", "5"], ["--top_p", "0.9"], ["--temperature", "1.5"], ["--dtype", "bfloat16"]], 1
+    ),
     ids=" ".join,
 )
-def test_the_seed_decides(options: tuple[str, ...], base: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_seed_decides(options: str, base: Path, capsys: pytest.CaptureFixture[str]):
     def drawn(source: str, seed: int) -> str:
-        common = ("--prompt", PROMPT, "--max_new_tokens", 40, "--seed", seed, *options)
+        common = ("--prompt", PROMPT, "--max_new_tokens", 40, "--seed", seed, *options.split())
         return text(capsys, base / source, *common)
 
     first = drawn("out", 1)
@@ -73,6 +76,7 @@ def test_the_seed_decides(options: tuple[str, ...], base: Path, capsys: pytest.C
     assert drawn("out", 2) != first
 
 
+@pytest.mark.slow
 def test_narrow_draws_are_greedy(base: Path, capsys: pytest.CaptureFixture[str]):
     common = (base / "out", "--prompt", PROMPT, "--max_new_tokens", 30)
     greedy = text(capsys, *common, "--greedy")
@@ -81,6 +85,7 @@ def test_narrow_draws_are_greedy(base: Path, capsys: pytest.CaptureFixture[str])
     assert text(capsys, *common, "--temperature", 2.0, "--seed", 3) != greedy
 
 
+@pytest.mark.slow
 def test_settings_that_lie_in_a_folder_do_nothing(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
