@@ -17,7 +17,7 @@ from pipeline.base.problems import Problem, Severity
 from pipeline.base.words import did_you_mean
 from pipeline.data.corpus import SourceSpec
 from pipeline.data.tokenizer import TokenizerFacts
-from pipeline.job.foreign_keys import FOREIGN, OLD_NAMES, OPTIMIZERS, Foreign, is_comment, of_megatron
+from pipeline.job.foreign_keys import FOREIGN, OLD_NAMES, OPTIMIZERS, is_comment, of_megatron
 from pipeline.job.job import Batch, Dtype, Resolved
 from pipeline.job.models import TrainingDefaults, training_defaults
 from pipeline.job.options import Options
@@ -136,7 +136,7 @@ class Settings:
                     del values[name]
             elif foreign is not None:
                 del values[name]
-                self._answer(path, value, foreign)
+                self.problems.append(foreign.problem(self.where(path), value))
             elif isinstance(value, dict) and (key.block if key else _has_foreign_keys(path)):
                 was_empty = not value
                 self._take_block(path, value)
@@ -149,12 +149,6 @@ class Settings:
     def _has_own_optimizer(self) -> bool:
         kind = _at(self.values, "optimizer.type")
         return not isinstance(kind, str) or kind.lower() not in OPTIMIZERS
-
-    def _answer(self, path: str, value: object, foreign: Foreign) -> None:
-        if foreign.inert(value):
-            self._note(path, value, foreign.note)
-        else:
-            self.problems.append(Problem(self.where(path), value, foreign.rule, foreign.remedy))
 
     def _note(self, path: str, value: object, rule: str) -> None:
         self.problems.append(Problem(self.where(path), value, rule, "", "note"))

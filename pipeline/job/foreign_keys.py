@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.base.fields import AUTO
+from pipeline.base.problems import Problem
 
 ZERO = "zero_optimization."
 _REMOVE = "Remove it"
@@ -59,6 +60,16 @@ class Foreign:
     inert: Callable[[Any], bool] = anything
     rule: str = ""
     remedy: str = ""
+
+    def problem(self, where: str, value: object) -> Problem:
+        """The note on a value that changes nothing, or why it is refused.
+
+        Args:
+            where: What the problem calls the key.
+        """
+        if self.inert(value):
+            return Problem(where, value, self.note, "", "note")
+        return Problem(where, value, self.rule, self.remedy)
 
 
 def _refused(rule: str, remedy: str = _REMOVE) -> Foreign:

@@ -234,18 +234,15 @@ class _Builder:
         return None if failed else values
 
     def refuse_unknown(self, kind: str, params: dict[str, Any]) -> None:
-        refused, known = {**FOREIGN_PARAMETERS.get(kind, {}), **FOREIGN_PARAMETERS[""]}, parameters(kind)
+        foreign, known = {**FOREIGN_PARAMETERS.get(kind, {}), **FOREIGN_PARAMETERS[""]}, parameters(kind)
+        if params.get("cycle_momentum") is False:  # then its values say nothing
+            foreign |= {name: Foreign(_MOMENTUM.note) for name in foreign.keys() & set(_MOMENTA)}
         for name, value in params.items():
-            unused = name in _MOMENTA and params.get("cycle_momentum") is False
-            if name in refused and (unused or refused[name].inert(value)):
-                self.problems.append(
-                    Problem(self.where(f"scheduler.params.{name}"), value, refused[name].note, "", "note")
-                )
-            elif name in refused:
-                self.refuse(f"scheduler.params.{name}", value, refused[name].rule, refused[name].remedy)
+            key = f"scheduler.params.{name}"
+            if name in foreign:
+                self.problems.append(foreign[name].problem(self.where(key), value))
             elif name not in known:
-                rule = f"{kind} has no such parameter"
-                self.refuse(f"scheduler.params.{name}", value, rule, did_you_mean(name, known))
+                self.refuse(key, value, f"{kind} has no such parameter", did_you_mean(name, known))
 
     def value(self, name: str, parameter: Field, params: dict[str, Any], known: dict[str, Any]) -> Any:
         """One value: as given, resolved, or the default. A missing or wrong one is a problem and None."""
