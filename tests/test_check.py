@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -52,7 +54,8 @@ def test_a_good_job_exits_with_0_and_imports_no_torch(tmp_path: Path) -> None:
 
 def test_is_quick(tmp_path: Path) -> None:
     """Under a second of processor time; wall-clock time on a busy machine says little."""
-    command = [sys.executable, "-m", "pipeline.check", "--output_dir", str(tmp_path), "--model", "gpt3-175b"]
+    job = ["--output_dir", str(tmp_path), "--model", "gpt3-175b", "--world_size", "2"]
+    command = [sys.executable, "-m", "pipeline.check", *job]
     before, start = os.times(), time.monotonic()
     subprocess.run(command, cwd=PROJECT, capture_output=True, check=True, timeout=60)
     after = os.times()
@@ -207,3 +210,50 @@ def test_a_user_without_a_home_folder_is_told(
     assert main(job) == 2
     assert "HOME = None: is not set, and user id 4242424 has no home folder" in capsys.readouterr().out
     assert main(["--environment"]) == 2
+
+
+HOSTS = [f"node{index:04d}" for index in range(2048)]
+
+
+@pytest.mark.parametrize(
+    ("line", "config", "arguments", "shows"),
+    [
+        ("{} slots=8", {}, "--world_size 16384", "[0] [1] [2] [3]"),
+        ("{} slots=8", {}, "--world_size 16384", "[16382] [16383] Model"),
+        ("{} slots=8", {}, "--include nowhere", "The hosts are node0000 (slots 0-7), "),
+        ("{} slots=8", {}, "--include nowhere", "2,043 more and node2047 (slots 0-7)."),
+        ("{} slots=8", {}, "--include " + "@".join(f"{name}x" for name in HOSTS), "no host 'node0000x'"),
+        ("{} slots=8", {}, "--include node0000:" + ",".join(map(str, range(8, 3000))), "more and 2999"),
+        ("{} slot=8", {}, "", "... and 2,038 errors more like it, then:"),
+        ("{} slot=8", {}, "", "hosts line 2048 = 'node2047 slot=8': unknown key 'slot'"),
+        ("{} slot=8", {"x": 1}, "", "x ({}:1) = 1: there is no such key"),
+        ("u@{} slots=8", {}, "--num_gpus 4 --launcher slurm", "knows hosts by their names alone"),
+        ("{} slots=8", {f"key{n}": n for n in range(5000)}, "", "... and 4,990 errors more like it, then:"),
+        ("{} slots=8", {f"_comment{n}": n for n in range(5000)}, "", "notes more like it, then:"),
+        ("{} slots=8", {"x": list(range(50_000))}, "", "characters)"),
+        ("{} slots=8", {"x" * 100_000: 1}, "", "characters)"),
+        ("{} slots=8", {}, "--data " + " ".join(f"no/such{n}" for n in range(3000)), "data = 'no/such2999'"),
+    ],
+)  # fmt: skip
+def test_the_output_does_not_grow_with_what_is_looked_at(
+    line: str, config: dict, arguments: str, shows: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of what is as many as the ranks, hosts, lines or keys, the ends are shown."""
+    hosts, json_file = tmp_path / "hosts", tmp_path / "ds.json"
+    hosts.write_text("".join(line.format(name) + "\n" for name in HOSTS))
+    json_file.write_text(json.dumps(config))
+    job = ["--output_dir", str(tmp_path / "run"), "--model", "tiny", "--deepspeed_config", str(json_file)]
+    where = [] if "--world_size" in arguments else ["--hostfile", str(hosts)]
+    main([*job, *where, *arguments.split()])
+    shown = capsys.readouterr().out
+    assert shows.replace("{}", str(json_file)) in " ".join(shown.split())
+    assert len(shown) < 14_000
+
+
+@pytest.mark.parametrize("launcher", [[], ["--no_ssh"]])
+def test_a_full_disk_is_found_where_a_start_would_refuse_it(
+    launcher: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    assert main(["--model", "tiny", "--output_dir", str(tmp_path / "run"), *launcher]) == 2
+    assert "no space left" in capsys.readouterr().out

@@ -10,8 +10,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from pipeline.base.words import cut
+
 Severity = Literal["error", "warning", "note"]
 
+# Characters of a rule or remedy, which may have lists in them.
+_LONGEST = 2000
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
 EXIT_WRONG_JOB = 2
@@ -38,8 +42,16 @@ class Problem:
     severity: Severity = "error"
 
     def __str__(self) -> str:
-        remedy = f" {self.remedy}." if self.remedy else ""
-        return f"{self.severity}: {self.key} = {self.value!r}: {self.rule}.{remedy}"
+        return f"{self.severity}: {self.said}" + (f" {self.advice}" if self.remedy else "")
+
+    @property
+    def said(self) -> str:
+        """What is wrong, as a sentence; of a value as long as a file, the ends."""
+        return f"{cut(self.key)} = {cut(repr(self.value))}: {cut(self.rule, _LONGEST)}."
+
+    @property
+    def advice(self) -> str:
+        return f"{cut(self.remedy, _LONGEST)}."
 
 
 class JobError(ValueError):

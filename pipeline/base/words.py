@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 _NAMES_SHOWN = 6
@@ -29,11 +29,42 @@ def listed(numbers: Iterable[int]) -> str:
 
 
 def few(names: Iterable[str]) -> str:
-    """The first of many: ``h1, h2, h3, h4, h5 and 14 more``."""
+    """The ends of a long list: ``h1, h2, h3, h4, 14 more and h19``."""
     known = list(names)
     if len(known) <= _NAMES_SHOWN:
         return ", ".join(known)
-    return f"{', '.join(known[: _NAMES_SHOWN - 1])} and {len(known) - _NAMES_SHOWN + 1} more"
+    first = known[: _NAMES_SHOWN - 2]
+    return f"{', '.join(first)}, {len(known) - len(first) - 1:,} more and {known[-1]}"
+
+
+def ends(lines: Sequence[str], most: int) -> list[str]:
+    """At most so many of the lines: the first, how many more, and the last."""
+    if len(lines) <= most:
+        return list(lines)
+    return [*lines[: most - 2], f"... {len(lines) - most + 1:,} more", lines[-1]]
+
+
+def cut(text: str, longest: int = 300) -> str:
+    """The ends of a long text, and how long it is."""
+    if len(text) <= longest:
+        return text
+    return f"{text[: longest * 2 // 3]} ... {text[-longest // 6 :]} ({len(text):,} characters)"
+
+
+def rank_list(numbers: Sequence[int]) -> str:
+    """``rank 3``, or ``ranks 0-3, 8``."""
+    return f"rank{'' if len(numbers) == 1 else 's'} {ranges(numbers)}"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """``0-3, 8``, for a list of ranks."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return few(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
 
 
 def size(number: float) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 from pipeline.base.files import replaced_atomically, sync_files, sync_folder
 from pipeline.base.problems import JobError, Problem
+from pipeline.base.words import few
 from pipeline.checkpoints.files import WrittenFile, has_digest
 from pipeline.checkpoints.folder import PARTIAL
 from pipeline.checkpoints.manifest import (
@@ -158,7 +159,7 @@ def verify_files(checkpoint: Checkpoint, workers: int) -> None:
         whole = pool.map(has_digest, (checkpoint.path / name for name in digests), digests.values())
         changed = [name for name, is_whole in zip(digests, whole, strict=True) if not is_whole]
     if changed:
-        rule = f"is damaged: not as they were saved are {', '.join(changed)}"
+        rule = f"is damaged: not as they were saved are {few(changed)}"
         raise JobError([Problem("CHECKPOINT", str(checkpoint.path), rule, "Name another checkpoint")])
 
 
@@ -171,7 +172,7 @@ def open_source(checkpoint: Checkpoint, job: Job) -> WholeParameters:
     stored = StoredState(checkpoint.path, job.allow_pickle)
     slicings = parameter_slicings(job.model)
     if names := stored.differing({name: slicing.full_shape for name, slicing in slicings.items()}):
-        rule = f"its parameters are not those of the model {job.model.name}: {', '.join(names)}"
+        rule = f"its parameters are not those of the model {job.model.name}: {few(names)}"
         raise JobError([Problem("CHECKPOINT", str(checkpoint.path), rule, "Give the --model of its run")])
     scaler = stored.loss_scaler() if checkpoint.layout["compute"] == "fp16" else None
     return WholeParameters(stored, slicings, scaler)

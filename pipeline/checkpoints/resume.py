@@ -17,6 +17,7 @@ from typing import Any
 
 from pipeline.base.problems import JobError, Problem
 from pipeline.base.user_input import is_file, is_folder
+from pipeline.base.words import ends
 from pipeline.checkpoints.folder import LATEST, named_by_latest, steps_in
 from pipeline.checkpoints.lineage import BEFORE_ALL, Lineage, branched, read_lineage, saved_lineage
 from pipeline.checkpoints.manifest import (
@@ -34,6 +35,8 @@ from pipeline.job.run_settings import setting_changes
 
 # Positions in the order of candidates: a checkpoint of this folder has its step; these come behind it.
 ORIGIN, NOTHING = -1, -2
+# Of what was skipped, for the console.
+_NOTES = 12
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ class Candidates:
 
     def notes(self, chosen: Checkpoint) -> tuple[str, ...]:
         """What was skipped on the way to `chosen`, in sentences."""
-        notes = [f"skipped {path}: it {rule}" for path, rule in self.skipped.items()]
+        notes = ends([f"skipped {path}: it {rule}" for path, rule in self.skipped.items()], _NOTES)
         named = named_by_latest(self.folder)
         if named != chosen.tag and not self._lineage.origin:
             notes.append(f"{self.folder / LATEST} {_what_latest_is(self.folder, named)}")

@@ -33,6 +33,7 @@ from torch.serialization import (
 )
 
 from pipeline.base.problems import JobError, Problem
+from pipeline.base.words import few
 from pipeline.checkpoints.files import DigestStream, WrittenFile, synced
 
 # What torch.save writes: the pickle protocol, the order and the alignment of storages.
@@ -185,7 +186,7 @@ def _reason(error: pickle.UnpicklingError) -> str:
 
 def foreign_problem(path: Path, names: Sequence[str]) -> Problem:
     """A file that is refused because of what it asks for."""
-    listed = ", ".join(names)
+    listed = few(names)
     rule = f"would call {listed} when it is read, which no checkpoint of this pipeline holds"
     remedy = f"If you know why it does, and trust it: --allow_pickle {' '.join(names)}"
     return Problem("resume", str(path), rule, remedy)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.base.problems import JobError, Problem
+from pipeline.base.words import few
 from pipeline.checkpoints.files import BLOCK, digest_steps
 from pipeline.checkpoints.hosts import host_numbers
 from pipeline.checkpoints.manifest import Checkpoint
@@ -90,7 +91,7 @@ class Verifier:
         """
         readers = self._readers(checkpoint)
         if missing := [name for name, ranks in readers.items() if not ranks]:
-            return f"misses {', '.join(missing)} on the host that wrote it"
+            return f"misses {few(missing)} on the host that wrote it"
         mine = _shares(checkpoint, readers)[self.parallel.rank]
         return self._agree(checkpoint, _read(checkpoint, mine, self.allowed))
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pipeline.base.problems import Problem
 from pipeline.base.user_input import lines_of, read_text, unusual_space
+from pipeline.base.words import few, ranges
 from pipeline.job.world import Host
 
 # Host names pass through ssh and two shells on their way: nothing in them may mean something to a shell.
@@ -178,8 +179,8 @@ def _parse_filter(
     chosen: dict[str, tuple[int, ...]] = {}
     problems: list[Problem] = []
     for name, slots in _split_filter(text, devices_of):
-        known = [f"{host.name} (slots {','.join(map(str, host.devices))})" for host in hosts]
-        remedy = f"The hosts are {', '.join(known)}"
+        known = [f"{host.name} (slots {ranges(host.devices)})" for host in hosts]
+        remedy = f"The hosts are {few(known)}"
         if name not in devices_of:
             rule = f"there is no host '{name}'"
         elif name in chosen:
@@ -192,7 +193,7 @@ def _parse_filter(
             repeated = len(set(chosen[name])) < len(chosen[name])
             if not unknown and not repeated:
                 continue
-            rule = f"host '{name}' has no slot {', '.join(unknown)}" if unknown else "a slot is named twice"
+            rule = f"host '{name}' has no slot {few(unknown)}" if unknown else "a slot is named twice"
         problems.append(Problem(key, text, rule, remedy))
     return chosen, problems
 

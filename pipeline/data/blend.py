@@ -44,6 +44,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.base.problems import JobError, Problem
+from pipeline.base.words import few
 from pipeline.data.packing import PackedDataset, Samples
 from pipeline.data.token_file import WatchedFile
 
@@ -423,10 +424,10 @@ def _unknown_sources(sources: Sequence[BlendSource], saved: BlendState) -> list[
         if source.fingerprint not in known and source.name in gone
     ]
     if not problems and not here & known:
-        names = ", ".join(source.name for source in saved.sources)
+        names = few(source.name for source in saved.sources)
         rule = f"holds none of the sources that the checkpoint was trained on ({names})"
         remedy = "Restore the data, keep one of those sources, or begin a run in another --output_dir"
-        problems.append(Problem("data", ", ".join(source.name for source in sources), rule, remedy))
+        problems.append(Problem("data", few(source.name for source in sources), rule, remedy))
     return problems
 
 

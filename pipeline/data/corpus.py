@@ -27,6 +27,7 @@ from pathlib import Path
 
 from pipeline.base.problems import JobError, Problem, job_error
 from pipeline.base.user_input import exists, is_file, is_folder
+from pipeline.base.words import few
 from pipeline.data.folder_search import Found, left_out_text, search
 from pipeline.data.inputs import (
     RECORD_SUFFIXES,
@@ -135,7 +136,7 @@ def data_problems(paths: Sequence[str], written: Sequence[str] = ()) -> tuple[Pr
     problems = tuple(problem for path in paths for problem in _path_problems(path, written))
     if problems or not paths or not all(is_file(path) and not Path(path).stat().st_size for path in paths):
         return problems
-    return (no_document(", ".join(paths), [Skipped(path, "empty") for path in paths]),)
+    return (no_document(few(paths), [Skipped(path, "empty") for path in paths]),)
 
 
 def find_corpus(paths: Sequence[str], written: Sequence[str] = ()) -> Corpus:
@@ -164,7 +165,7 @@ def find_corpus(paths: Sequence[str], written: Sequence[str] = ()) -> Corpus:
         here = _expand(path, written)
         found.files += here.files
         found.left_out += here.left_out
-    return _collect(", ".join(paths), found, named, token_files)
+    return _collect(few(paths), found, named, token_files)
 
 
 def _expand(path: str, written: Sequence[str]) -> Found:

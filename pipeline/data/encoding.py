@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pipeline.base.problems import JobError, Problem
+from pipeline.base.words import few
 from pipeline.data.records import Task, separator_pattern
 from pipeline.data.tokenizer import END, Tokenizer
 
@@ -143,7 +144,7 @@ def text_of(record: str | bytes | None, text_field: str) -> str:
     if not isinstance(value, dict):
         raise BadRecord(f"a JSON {type(value).__name__}, where an object is expected")
     if text_field not in value:
-        raise BadRecord(f"no field {text_field!r}; it has {', '.join(map(repr, value)) or 'none'}")
+        raise BadRecord(f"no field {text_field!r}; it has {few(map(repr, value)) or 'none'}")
     text = value[text_field]
     if not isinstance(text, str):
         raise BadRecord(f"field {text_field!r} holds {type(text).__name__}, where text is expected")

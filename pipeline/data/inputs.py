@@ -20,6 +20,7 @@ from urllib.parse import unquote, urlsplit
 
 from pipeline.base.problems import JobError, Problem, job_error
 from pipeline.base.user_input import exists, is_file
+from pipeline.base.words import few
 
 Kind = Literal["text", "jsonl", "parquet", "arrow"]
 
@@ -127,7 +128,7 @@ def arrow_files(folder: Path) -> list[str]:
     try:
         if (folder / _DATASET_DICT).is_file():
             splits = json.loads((folder / _DATASET_DICT).read_text(encoding="utf-8"))["splits"]
-            rule = f"is a dataset of the splits {', '.join(splits)}"
+            rule = f"is a dataset of the splits {few(splits)}"
             raise job_error("data", str(folder), rule, f"Give one of them: {folder / splits[0]}")
         state = json.loads((folder / _STATE).read_text(encoding="utf-8"))
         if state.get("_indices_data_files"):

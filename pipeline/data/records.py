@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.problems import JobError, job_error
+from pipeline.base.words import few
 from pipeline.data.corpus import InputFile, unreadable
 from pipeline.data.inputs import is_packed, unpacked
 
@@ -281,7 +282,7 @@ def _check_column(file: InputFile, schema: Any, text_field: str) -> None:
     import pyarrow as pa
 
     if text_field not in schema.names:
-        rule = f"{file.path} has no column of that name; it has {', '.join(schema.names)}"
+        rule = f"{file.path} has no column of that name; it has {few(schema.names)}"
         raise job_error("text_field", text_field, rule, "Give one of these with --text_field")
     kind = schema.field(text_field).type
     values = kind.value_type if pa.types.is_dictionary(kind) else kind

@@ -30,6 +30,7 @@ from typing import IO, Any
 import numpy as np
 
 from pipeline.base.problems import Problem, job_error
+from pipeline.base.words import few
 from pipeline.data.corpus import Skipped
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -349,7 +350,7 @@ def join_token_files(names: Sequence[str], files: Sequence[TokenFile]) -> TokenF
         file.tokenizer_hash: name for name, file in zip(names, files, strict=True) if file.tokenizer_hash
     }
     if len(known) > 1:
-        made = ", ".join(f"{name} with {identity}" for identity, name in known.items())
+        made = few(f"{name} with {identity}" for identity, name in known.items())
         rule = f"the sources were made with different tokenizers: {made}"
         raise job_error("data", " ".join(names), rule, "Prepare them with one tokenizer")
     begins = np.cumsum([0, *(int(file.offsets[-1]) for file in files)])

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.base.problems import JobError, Problem, job_error
+from pipeline.base.words import cut
 from pipeline.data.blend import Blend, BlendSource, BlendState, ResumedBlend, resume_blend
 from pipeline.data.corpus import Corpus, SourceSpec, find_corpus
 from pipeline.data.folder_search import left_out_text
@@ -80,7 +81,7 @@ class TrainingData:
         lines = []
         for opened, source in zip(self.opened, self._in_order(), strict=True):
             share = f", weight {float(source.weight):.4g}" if len(self.opened) > 1 else ""
-            lines.append(f"data: {opened.spec.name}{share}")
+            lines.append(f"data: {cut(opened.spec.name)}{share}")
             lines.append(
                 f"training: {_size(source.dataset)}, {source.dataset.samples_per_epoch:,} samples per epoch, "
                 f"{source.dataset.dropped_tokens:,} tokens of the tail dropped"

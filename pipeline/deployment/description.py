@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.base.problems import JobError, Problem
+from pipeline.base.words import few
 from pipeline.cluster.forwarded_environment import is_secret
 from pipeline.cluster.hostfile import read_hostfile, select_hosts
 from pipeline.cluster.launcher_options import LauncherOptions, launcher_problems, split_arguments
@@ -129,7 +130,7 @@ def _hosts(given: argparse.Namespace) -> tuple[tuple[Host, ...], list[Problem]]:
         hosts, problems = select_hosts(hosts, *filters)
     if not problems and len({host.slots for host in hosts}) > 1:
         rule = "pods of one job are alike, so every host must have as many slots"
-        slots = ", ".join(f"{host.name} {host.slots}" for host in hosts)
+        slots = few(f"{host.name} {host.slots}" for host in hosts)
         problems = (Problem(given.hostfile, slots, rule, "Give --num_gpus N, or leave hosts out"),)
     return hosts, list(problems)
 

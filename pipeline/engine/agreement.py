@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from pipeline.base.words import cut, ranges
 from pipeline.data.loader import StepBatch, digest
 from pipeline.parallel.context import Parallel
 
@@ -93,11 +94,12 @@ def agree_on_job(facts: Mapping[str, Any]) -> None:
     first, other = all_values[0], all_values[odd[0]]
     changed = sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name))
     shown = "; ".join(
-        f"{name} {first.get(name)} on rank 0, {other.get(name)} on rank {odd[0]}" for name in changed
+        f"{name} {cut(str(first.get(name)))} on rank 0, {cut(str(other.get(name)))} on rank {odd[0]}"
+        for name in changed
     )
     raise JobMismatch(
-        f"ranks {odd} have read another job than rank 0 ({shown}): one of its files is another one on their "
-        f"hosts, or was changed while ranks started"
+        f"ranks [{ranges(odd)}] have read another job than rank 0 ({shown}): one of its files is another "
+        f"one on their hosts, or was changed while ranks started"
     )
 
 
@@ -116,7 +118,7 @@ def agree_on_weights(parallel: Parallel, fingerprint: str) -> None:
     rows = gather_rows(parallel, int(fingerprint[:15], 16))
     if odd := _unlike_first(rows[:, 0]):
         raise WeightsMismatch(
-            f"ranks {odd} see other files of weights than rank 0: give every host the same folder"
+            f"ranks [{ranges(odd)}] see other files of weights than rank 0: give every host the same folder"
         )
 
 
@@ -130,13 +132,13 @@ def agree_on_start(parallel: Parallel, fingerprint: str, step: int) -> None:
     rows = gather_rows(parallel, int(fingerprint[:15], 16), step)  # 60 bits fit an int64
     if odd := _unlike_first(rows[:, 0]):
         raise DataMismatch(
-            f"ranks {odd} read other training tokens than rank 0: give every host the same files, "
+            f"ranks [{ranges(odd)}] read other training tokens than rank 0: give every host the same files, "
             f"or for the embedded corpus the same Python version"
         )
     if odd := _unlike_first(rows[:, 1]):
         steps = ", ".join(f"rank {rank} after step {int(rows[rank, 1])}" for rank in (0, odd[0]))
         raise StartMismatch(
-            f"ranks {odd} find another checkpoint to resume from than rank 0 ({steps}): "
+            f"ranks [{ranges(odd)}] find another checkpoint to resume from than rank 0 ({steps}): "
             f"the output folder must be the same, shared one on every host"
         )
 
@@ -183,5 +185,6 @@ def _compare(parallel: Parallel, digests: torch.Tensor, batch: StepBatch) -> Non
     if odd:
         raise BatchMismatch(
             f"the samples from {batch.first_sample} on differ between ranks that share a data index: "
-            f"ranks {odd} against the first of their peers; check that every host reads the same data files"
+            f"ranks [{ranges(odd)}] against the first of their peers; check that every host reads "
+            f"the same data files"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from io import TextIOWrapper
@@ -11,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.base.problems import Problem
-from pipeline.base.words import size
+from pipeline.base.words import counted, cut, size
 from pipeline.job.job import Batch, Job, OptimizerConfig
 from pipeline.job.resolve import Draft
 from pipeline.job.world import World
@@ -20,8 +21,11 @@ from pipeline.model.counts import LayerSize, layer_parameters, stage_parameters,
 from pipeline.model.memory import RankMemory
 from pipeline.parallel.mesh import Mesh
 
-# Longest rank grid shown in full, in lines; of a longer one the ends are.
-GRID_LINES = 24
+# Longest rank grid and table of stages shown in full, in lines, and ranks of a line; of longer ones the ends.
+GRID_LINES, _LINE_CHARACTERS = 24, 300
+# Problems of one kind that are shown.
+_OF_A_KIND = 10
+_WORD = re.compile(r"[^\W_]+")
 PIPED_WIDTH = 110
 # By severity, the worst first.
 _STYLES = {"error": "bold red", "warning": "bold yellow", "note": "dim"}
@@ -43,10 +47,10 @@ def describe(draft: Draft) -> RenderableType:
 
 
 def print_problems(out: Console, problems: Sequence[Problem]) -> None:
-    """Errors first, each with its remedy on a line of its own. Long lines are left to the terminal, so
-    that a search in the output finds whole sentences."""
-    for problem in _ordered(problems):
-        out.print(_problem(problem), soft_wrap=True)
+    """Errors first, each with its remedy on a line of its own; of many of one kind the first and the last.
+    Long lines are left to the terminal, so that a search in the output finds whole sentences."""
+    for line in _lines(problems):
+        out.print(line, soft_wrap=True)
 
 
 def print_interruption(error: OSError | KeyboardInterrupt) -> None:
@@ -61,11 +65,26 @@ def print_interruption(error: OSError | KeyboardInterrupt) -> None:
 
 def problems_text(problems: Sequence[Problem]) -> str:
     """The same without colours."""
-    return "\n".join(_problem(problem).plain for problem in _ordered(problems))
+    return "\n".join(line.plain for line in _lines(problems))
 
 
-def _ordered(problems: Sequence[Problem]) -> list[Problem]:
-    return sorted(problems, key=lambda problem: list(_STYLES).index(problem.severity))
+def _lines(problems: Sequence[Problem]) -> Iterator[Text]:
+    """By severity; the kinds in the order in which each begins."""
+    kinds: dict[tuple[str, str], list[Problem]] = {}
+    for problem in sorted(problems, key=lambda problem: list(_STYLES).index(problem.severity)):
+        kinds.setdefault((problem.severity, _kind(problem)), []).append(problem)
+    for (severity, _), group in kinds.items():
+        more = len(group) - _OF_A_KIND if len(group) > _OF_A_KIND else 0
+        yield from map(_problem, group[: _OF_A_KIND - 1] if more else group)
+        if more:
+            yield Text(f"... and {counted(more, severity)} more like it, then:", _STYLES[severity])
+            yield _problem(group[-1])
+
+
+def _kind(problem: Problem) -> str:
+    """The rule without what is this problem's own: numbers, and words of its key and value."""
+    own = set(_WORD.findall(f"{problem.key} {cut(str(problem.value))}"))
+    return " ".join(word for word in _WORD.findall(problem.rule) if word not in own and word.isalpha())
 
 
 def verdict(draft: Draft) -> Text:
@@ -125,8 +144,18 @@ def grid_lines(mesh: Mesh, world: World) -> list[tuple[str, str]]:
             stage = mesh.coordinates(rank).pipeline
             by_stage[stage] = by_stage.get(stage, "") + _rank_text(mesh, rank)
             rank += 1
-        lines += [(f"{host.name}, stage {stage}", text.strip(" ")) for stage, text in by_stage.items()]
+        lines += [
+            (f"{host.name}, stage {stage}", _ends_of(text.strip(" "))) for stage, text in by_stage.items()
+        ]
     return lines
+
+
+def _ends_of(text: str) -> str:
+    """A line of ranks; of a long one whole ranks at both ends."""
+    if len(text) <= _LINE_CHARACTERS:
+        return text
+    end = _LINE_CHARACTERS // 4
+    return f"{text[: 3 * end].rpartition(' ')[0]} ... {text[-end:].partition(' ')[2]}"
 
 
 def _rank_text(mesh: Mesh, rank: int) -> str:
@@ -167,6 +196,10 @@ def stage_table(model: ModelConfig, boundaries: Sequence[int], stages: int | Non
     layers = layer_parameters(model)
     chunks = len(boundaries) - 1
     for chunk in range(chunks):
+        if chunks > GRID_LINES and GRID_LINES // 2 <= chunk < chunks - GRID_LINES // 2:
+            if chunk == GRID_LINES // 2:
+                table.add_row("  ...", f"{chunks - GRID_LINES} more lines", "")
+            continue
         part = layers[boundaries[chunk] : boundaries[chunk + 1]]
         table.add_row(
             f"  {stage_of(chunk, chunks, stages)}", layer_names(part), f"{stage_parameters(part):,}"
@@ -268,8 +301,5 @@ def _pairs(title: str, rows: Iterable[tuple[str, str]]) -> Table:
 
 
 def _problem(problem: Problem) -> Text:
-    remedy = f"\n       {problem.remedy}." if problem.remedy else ""
-    return Text.assemble(
-        (f"{problem.severity}: ", _STYLES[problem.severity]),
-        f"{problem.key} = {problem.value!r}: {problem.rule}.{remedy}",
-    )
+    remedy = f"\n       {problem.advice}" if problem.remedy else ""
+    return Text.assemble((f"{problem.severity}: ", _STYLES[problem.severity]), f"{problem.said}{remedy}")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import IO
 
 from pipeline.base.problems import Problem
+from pipeline.base.words import few
 from pipeline.cluster.agent.owned_process import new_file_in_memory
 from pipeline.cluster.launcher_options import LauncherOptions
 from pipeline.job.job import Batch, Job
@@ -101,7 +102,7 @@ def describe_fewer(full: Job, plan: Plan, why: str) -> str:
     ranks = f"{plan.job.world.size} of {full.world.size} ranks"
     kept = f"pipeline {mesh.pipeline}, sequence {mesh.sequence} and tensor {mesh.tensor} stay"
     return (
-        f"Left out: {', '.join(plan.left_out)} ({why}). The job runs on {hosts} of {all_hosts} hosts, "
+        f"Left out: {few(plan.left_out)} ({why}). The job runs on {hosts} of {all_hosts} hosts, "
         f"{ranks}: data-parallel size {mesh.data} instead of {full.mesh.data}; {kept}. "
         f"A step still takes {after.train_batch_size} sequences, with {_sizes(after)} instead of "
         f"{_sizes(full.batch)}. A checkpoint of the other layout is converted when it is loaded. The next "
@@ -117,7 +118,7 @@ def describe_return(before: Job, after: Job) -> str:
         return ""
     hosts, ranks = len(after.world.hosts), after.world.size
     return (
-        f"Used again: {', '.join(back)}. The job runs on {hosts} hosts, {ranks} ranks instead of "
+        f"Used again: {few(back)}. The job runs on {hosts} hosts, {ranks} ranks instead of "
         f"{before.world.size}: data-parallel size {after.mesh.data} instead of {before.mesh.data}. A step "
         f"still takes {after.batch.train_batch_size} sequences, with {_sizes(after.batch)} instead of "
         f"{_sizes(before.batch)}. A checkpoint of the other layout is converted when it is loaded."

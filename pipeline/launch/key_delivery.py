@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import Sequence
 
+from pipeline.base.words import ends
 from pipeline.job.world import Host
 from pipeline.launch.host_check.ask import RemoteShell
 from pipeline.launch.host_check.session import Output, Session, close_all, failure_of, no_client, room_for
@@ -83,7 +84,7 @@ def _leave_key(
         if not there
     ]
     if problems:
-        raise NotDelivered("\n".join(problems))
+        raise NotDelivered("\n".join(ends(problems, 12)))
 
 
 def withdraw_key(

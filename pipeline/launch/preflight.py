@@ -86,8 +86,8 @@ def check(
     if draft.job is not None:
         resumption = examine_resume(draft.job)
         draft.problems += resumption.problems
-        if not paper.has_ranks and draft.job.world.is_local:
-            draft.problems += [replace(problem, severity="warning") for problem in space_problems(draft.job)]
+        if not paper.has_ranks and (draft.job.world.is_local or launcher.no_ssh):
+            draft.problems += space_problems(draft.job)
         draft.resume = resumption.lines
     if draft.errors:
         draft.job = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from pipeline.base.words import counted
+from pipeline.base.words import counted, cut
 from pipeline.checkpoints.resume import Selection, origin_lines
 from pipeline.data.training_data import TrainingData
 from pipeline.job.job import Job
@@ -26,7 +26,7 @@ def _repetition(job: Job, data: TrainingData) -> list[str]:
         passes = samples * float(source.weight) / source.dataset.samples_per_epoch
         if source.weight:
             advice = " and will memorise it: give it more" if passes > MANY_PASSES else ""
-            lines.append(f"this run goes {passes:,.1f} times over {source.name}{advice}")
+            lines.append(f"this run goes {passes:,.1f} times over {cut(source.name)}{advice}")
     return lines
 
 

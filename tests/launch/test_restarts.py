@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.base.words import ranges
 from pipeline.checkpoints.lineage import write_lineage
 from pipeline.checkpoints.manifest import TrainState, read_checkpoint
 from pipeline.checkpoints.resume import lineage_after
-from pipeline.cluster.agent.rank_table import RankTable, error_kind, first_failure, ranges
+from pipeline.cluster.agent.rank_table import RankTable, error_kind, first_failure
 from pipeline.cluster.hostfile import read_hostfile
 from pipeline.cluster.launcher_options import LauncherOptions, launcher_problems
 from pipeline.cluster.outcome import Failure, Outcome, Status

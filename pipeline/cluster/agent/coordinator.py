@@ -14,11 +14,12 @@ import time
 from typing import Any
 
 from pipeline.base.problems import EXIT_WRONG_JOB
+from pipeline.base.words import ranges
 from pipeline.cluster.agent.connection import MAX_UNSENT, Connection, Message, is_report
 from pipeline.cluster.agent.handshake import HandshakeListener
 from pipeline.cluster.agent.launch_spec import CoordinatorSettings, Limits
 from pipeline.cluster.agent.progress import HangDetector, StartPhases
-from pipeline.cluster.agent.rank_table import RankState, RankTable, describe_exit, ranges
+from pipeline.cluster.agent.rank_table import RankState, RankTable, describe_exit
 from pipeline.cluster.outcome import Failure, Kind, Outcome
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from pipeline.cluster.agent.rank_table import RankState, RankTable, rank_list
+from pipeline.base.words import rank_list
+from pipeline.cluster.agent.rank_table import RankState, RankTable
 from pipeline.cluster.outcome import Failure
 
 logger = logging.getLogger(__name__)

@@ -7,10 +7,11 @@ first failure is therefore the earliest that does not report itself as a consequ
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from pipeline.base.words import few, rank_list
 from pipeline.cluster.outcome import Failure, Kind, Outcome, Status
 
 # What a rank is doing. Data may be tokenized for hours by one rank while the others wait.
@@ -81,7 +82,7 @@ class RankTable:
     def places(self, ranks: Iterable[int]) -> str:
         """``ranks 0-2 (h1, h2)``."""
         known = [self.states[rank] for rank in ranks if rank in self.states]
-        hosts = ", ".join(dict.fromkeys(state.name for state in known))
+        hosts = few(dict.fromkeys(state.name for state in known))
         return f"{rank_list([state.rank for state in known])} ({hosts})"
 
     @property
@@ -135,19 +136,3 @@ def signal_name(number: int) -> str:
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     # Nobody else sends it unasked: the kernel does when memory runs out.
     return f"{name} (out of memory?)" if number == signal.SIGKILL else name
-
-
-def rank_list(numbers: Sequence[int]) -> str:
-    """``rank 3``, or ``ranks 0-3, 8``."""
-    return f"rank{'' if len(numbers) == 1 else 's'} {ranges(numbers)}"
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """``0-3, 8``, for a list of ranks."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from pipeline.base.problems import Problem
 from pipeline.base.user_input import exists, home_folder
-from pipeline.base.words import counted, few
+from pipeline.base.words import counted, ends, few
 from pipeline.cluster.agent.connection import route_address
 from pipeline.cluster.devices import BF16_CAPABILITY
 from pipeline.cluster.forwarded_environment import deepspeed_env, forwarded
@@ -46,6 +46,8 @@ _PROGRAM = {
 _REMOTE_PROGRAM = {"openmpi": "orted", "mpich": "hydra_pmi_proxy"}
 _CACHES = ("TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME")
 _SSH_SECONDS = 10
+# Lines of the table for one check whose values differ.
+_VALUES = 8
 
 
 @dataclass(frozen=True)
@@ -307,7 +309,7 @@ def hosts_table(found: HostCheck) -> Table:
         hosts = [f"{value}: {few(names)}" for value, names in values.items()]
         if len(values) == 1 and len(next(iter(values.values()))) == len(answered):
             hosts = list(values)
-        table.add_row(f"  {name}", "\n".join(hosts), marks.get(name, "ok"))
+        table.add_row(f"  {name}", "\n".join(ends(hosts, _VALUES)), marks.get(name, "ok"))
     return table
 
 

@@ -266,7 +266,7 @@ def test_the_table_groups_hosts_by_value() -> None:
 
 
 def test_words() -> None:
-    assert few(f"h{number}" for number in range(7)) == "h0, h1, h2, h3, h4 and 2 more"
+    assert few(f"h{number}" for number in range(7)) == "h0, h1, h2, h3, 2 more and h6"
     assert (size(999), size(1000), size(5 * 2**40)) == ("999 B", "0.977 KiB", "5 TiB")
 
 
