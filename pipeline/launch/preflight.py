@@ -15,6 +15,7 @@ from pipeline.base.problems import JobError
 from pipeline.base.user_input import home_folder
 from pipeline.checkpoints.output import checkpoint_bytes, space_problems
 from pipeline.checkpoints.resume import examine_resume
+from pipeline.cluster.agent.host_inquiry import Inquiry
 from pipeline.cluster.forwarded_environment import deepspeed_env
 from pipeline.cluster.launcher_options import (
     LauncherOptions,
@@ -29,6 +30,7 @@ from pipeline.job.report import console, describe, print_problems, verdict
 from pipeline.job.resolve import Draft, examine
 from pipeline.job.world import World
 from pipeline.launch.fewer_hosts import Plan, describe_fewer, on_hosts, plan_fewer, separate_folders
+from pipeline.launch.host_check.by_agents import inquiry_of
 from pipeline.launch.host_check.host_check import HostCheck, ask_job_hosts, hosts_line, hosts_table
 from pipeline.launch.launcher_command import SCRIPT, launcher_world_problems, start_problems, unused_problems
 
@@ -130,12 +132,14 @@ class Ready:
         launcher: Describes exactly these hosts.
         batch: Sizes in place of the JSON's; empty for the JSON's own.
         hostfile: Kept open for as long as the launcher may read it.
+        inquiry: What the hosts are asked by the owners of their ranks, where nobody has gone there before.
     """
 
     job: Job
     launcher: LauncherOptions
     batch: tuple[int, ...] = ()
     hostfile: IO[bytes] | None = None
+    inquiry: Inquiry | None = None
 
 
 def prepare(options: Options, launcher: LauncherOptions, again: bool = False) -> Ready | None:
@@ -158,7 +162,12 @@ def prepare(options: Options, launcher: LauncherOptions, again: bool = False) ->
         print_problems(console(stderr=True), draft.problems)
     elif not again and (draft.job is None or launcher.is_first_host):
         print_draft(draft, stderr=draft.job is None)
-    return None if draft.job is None else _ready(draft.job, launcher)
+    if draft.job is None:
+        return None
+    ready = _ready(draft.job, launcher)
+    if draft.job.world.is_local or launcher.no_ssh or not launcher.no_ssh_check:
+        return ready
+    return replace(ready, inquiry=inquiry_of(draft, launcher, checkpoint_bytes(draft.job)))
 
 
 def _ready(job: Job, launcher: LauncherOptions) -> Ready:

@@ -132,8 +132,9 @@ def _selected(job: Job, resume: str) -> Checkpoint | None:
 
 
 def _start(ready: Ready, arguments: Sequence[str]) -> Outcome:
+    job = ready.job
     try:
-        return start_once(ready.job.world, ready.job.output_dir, ready.launcher, arguments, ready.batch)
+        return start_once(job.world, job.output_dir, ready.launcher, arguments, ready.batch, ready.inquiry)
     except NoAddress as error:
         say(f"error: {error}")
         return Outcome("failed", 0)

@@ -20,6 +20,7 @@ from pipeline.base.user_input import home_folder
 from pipeline.base.words import counted
 from pipeline.cluster.agent.coordinator import Coordinator
 from pipeline.cluster.agent.handshake import key_in_memory, new_key
+from pipeline.cluster.agent.host_inquiry import Inquiry
 from pipeline.cluster.agent.launch_spec import CoordinatorSettings, LaunchSpec
 from pipeline.cluster.agent.rank_table import signal_name
 from pipeline.cluster.forwarded_environment import deepspeed_env, forwarded
@@ -39,9 +40,10 @@ def start_once(
     options: LauncherOptions,
     job_arguments: Sequence[str],
     batch: tuple[int, ...] = (),
+    inquiry: Inquiry | None = None,
     script: str | Path = SCRIPT,
 ) -> Outcome:
-    """One start of `script` on every rank of `world`. `batch`: as in a spec.
+    """One start of `script` on every rank of `world`. `batch`: as in a spec; `inquiry`: before ranks start.
 
     Raises:
         NoAddress: the coordinator has no address that the ranks could use, or a host cannot be given the key.
@@ -58,7 +60,8 @@ def start_once(
             environment |= dict(rank_variables(os.environ, is_local=True))  # nobody else hands them out
         else:
             address = launch_address(world, options)
-            coordinator = stack.enter_context(contextlib.closing(_coordinator(world, options, job_arguments)))
+            coordinator = _coordinator(world, options, job_arguments, inquiry)
+            stack.enter_context(contextlib.closing(coordinator))
             key_file = stack.enter_context(_key_file(world, options, coordinator))
             spec = replace(spec, address=address, port=coordinator.port, key_file=key_file)
             where = "" if world.is_local else f"; their agents connect to {address}:{spec.port}"
@@ -86,7 +89,9 @@ def _key_file(world: World, options: LauncherOptions, coordinator: Coordinator) 
             withdraw_key(world.hosts, shell, path)
 
 
-def _coordinator(world: World, options: LauncherOptions, job_arguments: Sequence[str]) -> Coordinator:
+def _coordinator(
+    world: World, options: LauncherOptions, job_arguments: Sequence[str], inquiry: Inquiry | None
+) -> Coordinator:
     settings = CoordinatorSettings(
         world_size=world.size,
         key=new_key(),
@@ -96,6 +101,7 @@ def _coordinator(world: World, options: LauncherOptions, job_arguments: Sequence
         master_port=options.master_port,
         environment=rank_variables(os.environ, world.is_local),
         arguments=tuple(job_arguments),
+        inquiry=inquiry,
     )
     return Coordinator(settings, everywhere=not world.is_local)
 

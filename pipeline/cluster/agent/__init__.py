@@ -3,7 +3,7 @@
               launch.sh (pipeline.launch)
         starts │                   │ has
                ▼                   ▼
-           launcher           coordinator            rank_table, progress
+           launcher           coordinator            rank_table, progress, host_inquiry
                │ starts            ▲
                │ on every host     │ one connection for each agent: launch_spec, handshake, connection
         ┌──────┴──────┐            │

@@ -24,6 +24,7 @@ from pipeline.cluster.agent.connection import Message
 from pipeline.cluster.agent.coordinator import LOGS_FOLDER, Coordinator
 from pipeline.cluster.agent.coordinator_client import CoordinatorClient, Unreachable, tell_refusal
 from pipeline.cluster.agent.handshake import forget_key, read_key
+from pipeline.cluster.agent.host_inquiry import ProbeProcess, own_facts
 from pipeline.cluster.agent.launch_spec import (
     CoordinatorSettings,
     LaunchSpec,
@@ -116,6 +117,7 @@ class Agent:
         pause = min(1.0, self._limits.beat)
         self._rank = RankProcess(spec, command, environment.rank, pause, self._selector)
         self._output = self._rank.output
+        self._probe: ProbeProcess | None = None
         self._kill_at: float | None = None
         self._reported: float | None = None  # when the rank's end was reported
         self._outcome: Outcome | None = None
@@ -131,6 +133,7 @@ class Agent:
             while not self._is_done():
                 self._turn()
         finally:
+            self._end_probe()
             self._rank.end_descendants()
         self._farewell()
         return self._exit_code()
@@ -167,6 +170,8 @@ class Agent:
             "host": socket.gethostname(),
             "host_number": host,
         }
+        if not spec.port and place.local_rank == 0 and place.local_size < place.world_size:
+            hello["facts"] = own_facts(os.environ)
         if place.rank == 0:
             direct = not spec.port
             hello["port"] = place.master_port if direct else free_port()
@@ -187,6 +192,7 @@ class Agent:
 
     def _start_rank(self, order: Message) -> None:
         """Start the rank at the rendezvous that the coordinator has named."""
+        self._end_probe()
         place = self._environment
         if self._spec.port:
             address, port = order["address"], order["port"]
@@ -245,6 +251,9 @@ class Agent:
         what = order["do"]
         if what == "start" and not self._rank.is_started and self._reported is None:
             self._start_rank(order)
+        elif what == "ask" and self._spec.port:
+            self._probe = self._probe or ProbeProcess(self._selector)
+            self._probe.ask(order["line"])
         elif what == "stop":
             self._stop(signal.Signals[order["signal"]])
         elif what == "stacks":
@@ -292,12 +301,18 @@ class Agent:
             self._give_up("the launcher that started it is gone", "launcher")
         if trouble := self._output.new_trouble():
             self._client.send(text=trouble, **{"is": "trouble"})
+        for line in self._probe.answers() if self._probe is not None else ():
+            self._client.send(line=line, **{"is": "answer"})
         if (text := self._rank.take_stacks(now)) is not None:
             self._client.send(text=text, **{"is": "stacks"})
         if self._kill_at is not None and now >= self._kill_at and self._reported is None:
             self._kill()
         if self._rank.has_ended() and self._reported is None:
             self._report_end()
+
+    def _end_probe(self) -> None:
+        if self._probe is not None:
+            self._probe.end()
 
     def _kill(self) -> None:
         self._rank.kill()

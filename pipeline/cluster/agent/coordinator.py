@@ -17,6 +17,7 @@ from pipeline.base.problems import EXIT_WRONG_JOB
 from pipeline.base.words import ranges
 from pipeline.cluster.agent.connection import MAX_UNSENT, Connection, Message, is_report
 from pipeline.cluster.agent.handshake import HandshakeListener
+from pipeline.cluster.agent.host_inquiry import Asked, Verdict, differences, elsewhere
 from pipeline.cluster.agent.launch_spec import CoordinatorSettings, Limits
 from pipeline.cluster.agent.progress import HangDetector, StartPhases
 from pipeline.cluster.agent.rank_table import RankState, RankTable, describe_exit
@@ -56,6 +57,9 @@ class Coordinator:
         self._ranks: dict[Connection, int] = {}
         self._hang = HangDetector(settings.step_timeout)
         self._phases = StartPhases()
+        self._asked: Asked | None = None
+        # Without an inquiry there is nothing to wait for.
+        self._verdict = None if settings.inquiry else Verdict()
         self._logs: str | None = None
         self._mark = secrets.token_hex(8)
         self.everywhere = everywhere
@@ -179,7 +183,9 @@ class Coordinator:
         self._listener.admit(connection)
         self._agents[rank] = connection
         self._ranks[connection] = rank
-        self._join(connection, RankState(rank, number, name, time.monotonic()), hello)
+        facts = hello.get("facts")
+        state = RankState(rank, number, name, time.monotonic(), facts if isinstance(facts, dict) else {})
+        self._join(connection, state, hello)
 
     def _join(self, connection: Connection, state: RankState, hello: Message) -> None:
         """An agent of this job: when rank 0's is there, ranks are started."""
@@ -194,19 +200,47 @@ class Coordinator:
             self.master = address, self._settings.master_port or hello.get("port", 0)
             if self._settings.start_seconds is not None:
                 logger.info(f"Rank 0 is on {state.name}; rendezvous at {self.master[0]}:{self.master[1]}.")
-        if self.master is not None:
+        if self.master is not None and self._verdict is not None:
             for each in list(self._agents.values()) if rank == 0 else [connection]:
                 self._welcome(each)
         if self.world_is_here:
             self._broadcast(do="together")
+            self._compare_hosts()
+
+    def _compare_hosts(self) -> None:
+        """All are here: what their hosts have is asked, or has been told."""
+        first = self.table.first_of_hosts
+        told = {f"{state.name} (rank {state.rank})": state.facts for state in first if state.facts}
+        if problems := differences(told) if len(told) > 1 else []:
+            self._refuse_job("\n".join(map(str, problems)))
+        elif self._settings.inquiry is not None and self.master is not None and not self.table.failures:
+            self._asked = Asked(self._settings.inquiry, self.master[0])
+            for state, line in zip(first, self._asked.inquiry.questions, strict=True):
+                self._agents[state.rank].send(do="ask", line=line)
+
+    def _hear_hosts(self, now: float) -> None:
+        """Put the second question when the first has been answered, then start the ranks, or none of them."""
+        following = self._asked.next(now) if self._asked is not None and not self.table.failures else None
+        if isinstance(following, str):
+            for state in self.table.first_of_hosts:
+                self._agents[state.rank].send(do="ask", line=following)
+        elif following is not None:
+            self._asked = None
+            if following.problems:
+                self._refuse_job(following.problems)
+                return
+            self._verdict = following
+            for connection in self._agents.values():
+                self._welcome(connection)
 
     def _refuse_job(self, text: str) -> None:
         self._fail(Failure("refused", None, 0, text.partition("\n")[0], text, time.monotonic()))
 
     def _welcome(self, connection: Connection) -> None:
-        assert self.master is not None
+        assert self.master is not None and self._verdict is not None
         place = {"address": self.master[0], "port": self.master[1]}
-        variables, arguments = dict(self._settings.environment), list(self._settings.arguments)
+        variables = dict((*self._settings.environment, *self._verdict.environment))
+        arguments = list(self._settings.arguments)
         logs = {"logs": self._logs, "mark": self._mark}
         connection.send(do="start", environment=variables, arguments=arguments, **place, **logs)
         if self._stop:
@@ -220,9 +254,10 @@ class Coordinator:
             self._hang.progress(message["phase"], message["step"], state.moved)
         elif what == "saved" and state.rank == 0:
             self.table.saved = max(message["step"], self.table.saved or 0)
-        elif what == "folder" and state.rank == 0:
-            self._logs = f"{message['path']}/{LOGS_FOLDER}/{self._start_name}"
-            self._broadcast(do="log", logs=self._logs, mark=self._mark)
+        elif what == "folder":
+            self._take_folder(state, message["path"])
+        elif what == "answer" and self._asked is not None:
+            self._asked.take(state.host, message["line"])
         elif what == "ending":
             state.ending, state.step, state.message = message["status"], message["step"], message["message"]
             if message.get("early") and self._stop is None:
@@ -245,6 +280,20 @@ class Coordinator:
             self._hang.stacks(state.rank, message["text"])
         elif what == "ended":
             self._rank_ended(state, message)
+
+    def _take_folder(self, state: RankState, path: str) -> None:
+        """Where a rank's job writes. Rank 0's is the one; without a launch that has seen to it, others may
+        have been started elsewhere, and make of the same words another folder."""
+        state.folder = path
+        if state.rank == 0:
+            self._logs = f"{path}/{LOGS_FOLDER}/{self._start_name}"
+            self._broadcast(do="log", logs=self._logs, mark=self._mark)
+        first = self.table.states.get(0)
+        if first is None or not first.folder or not self._settings.key_is_public:
+            return
+        others = [each for each in self.table.first_of_hosts if each.folder not in ("", first.folder)]
+        if problems := [elsewhere(each.name, each.folder, first.folder) for each in others]:
+            self._refuse_job("\n".join(map(str, problems)))
 
     def _rank_ended(self, state: RankState, message: Message) -> None:
         state.code, state.gone = message["code"], True
@@ -295,6 +344,7 @@ class Coordinator:
             return
         self._check_silence(now)
         self._check_start(now)
+        self._hear_hosts(now)
         if self.world_is_here:
             hang = self._hang.look(self.table, now, lambda: self._broadcast(do="stacks"))
             if hang is not None:

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pipeline.base.problems import JobError, Problem
+from pipeline.cluster.agent.host_inquiry import Inquiry
 from pipeline.cluster.rank_environment import RankEnvironment, read_rank_environment, try_port
 
 OPTION = "--launch_spec="
@@ -214,6 +215,7 @@ class CoordinatorSettings:
         start_seconds: How long the first rank may take to report; None: no limit for any of them, since the
             user starts the hosts one by one.
         key_is_public: Everybody can know the key: there was no launch that could have drawn one.
+        inquiry: What hosts are asked before a rank starts; None: nothing.
     """
 
     world_size: int
@@ -226,3 +228,4 @@ class CoordinatorSettings:
     arguments: tuple[str, ...] = ()
     start_seconds: float | None = START_SECONDS
     key_is_public: bool = False
+    inquiry: Inquiry | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from pipeline.base.words import few, rank_list
 from pipeline.cluster.outcome import Failure, Kind, Outcome, Status
@@ -35,6 +35,8 @@ class RankState:
         host: Number of its host in the job.
         name: Name of that host.
         moved: When it last made progress, by the coordinator's clock.
+        facts: `host_inquiry.own_facts` of its host, where its agent was not started by a launch.
+        folder: Where its job writes; empty until it has said so.
         ending: How its run ended as it reported itself, before it left.
         code: Exit status in `subprocess` convention; None while it runs.
         gone: Nothing more will be heard of it: its agent has reported its end, or its host is lost.
@@ -44,6 +46,8 @@ class RankState:
     host: int
     name: str
     moved: float
+    facts: dict[str, Any] = field(default_factory=dict)
+    folder: str = ""
     phase: Phase = "starting"
     step: int = 0
     ending: str | None = None
@@ -68,6 +72,14 @@ class RankTable:
     @property
     def running(self) -> list[RankState]:
         return [state for state in self.states.values() if not state.gone]
+
+    @property
+    def first_of_hosts(self) -> list[RankState]:
+        """The first rank of each host, in their order."""
+        ranks: dict[int, RankState] = {}
+        for rank in sorted(self.states):
+            ranks.setdefault(self.states[rank].host, self.states[rank])
+        return [ranks[host] for host in sorted(ranks)]
 
     @property
     def moved(self) -> float:

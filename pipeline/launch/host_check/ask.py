@@ -24,8 +24,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pipeline.cluster import host_probe
+from pipeline.cluster.host_probe import MARK, REQUEST
 from pipeline.job.world import Host
-from pipeline.launch.host_check.probe import MARK, REQUEST
 from pipeline.launch.host_check.session import (
     Failure,
     Output,
@@ -44,7 +45,6 @@ ANSWER_SECONDS = 75
 _SECOND_ANSWER_SECONDS = 15
 # A shell's start-up file that reads a line would take the probe's. Under the launcher it reads nothing.
 _ANSWERS_TO_PROMPTS = "\n\n\n"
-_PROBE = Path(__file__).with_name("probe.py")
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class HostReport:
 
     Attributes:
         host: The host; its `slots` and `devices` are what the job wants.
-        facts: By name, as `pipeline.launch.host_check.probe.FACTS` gives them; empty without an answer.
+        facts: By name, as `pipeline.cluster.host_probe.FACTS` gives them; empty without an answer.
         failure: Why there is no answer; None with one.
         noise: What its shell printed at login.
         clock: Seconds by which its clock is ahead of this machine's, at least; 0 if they may agree.
@@ -139,12 +139,10 @@ def ask_hosts(
     room_for(len(asked))
     try:
         for index, host in asked:
-            listens = question.listen if index == 0 else None
-            if index == here and question.launch:
-                listens = 0
-            request = {**asdict(replace(question, listen=listens)), "run": run, "index": index}
+            listens = question.listen if index == 0 else 0 if index == here and question.launch else None
+            line = request_line(replace(question, listen=listens), run, index)
             command = local_command(script) if index == here else shell(host, script)
-            exchanges.append(_Exchange(host, command, request))
+            exchanges.append(_Exchange(host, command, line))
         exchanges.append(exchanges.pop(0))
         deadline = time.monotonic() + seconds
         for exchange in exchanges:
@@ -159,6 +157,11 @@ def ask_hosts(
     return Answers(exchanges[-1].report, tuple(exchange.report for exchange in exchanges[:-1]), address)
 
 
+def request_line(question: Question, run: str, index: int) -> str:
+    """The line that asks host number `index`. `run`: names the tokens of all of them."""
+    return f"{REQUEST}{json.dumps({**asdict(question), 'run': run, 'index': index})}"
+
+
 def _rendezvous(question: Question, exchanges: Sequence[_Exchange]) -> str:
     """Where the first host is: as the user says, as ssh reached it, or by its name in the hostfile."""
     first = exchanges[0].report
@@ -168,10 +171,8 @@ def _rendezvous(question: Question, exchanges: Sequence[_Exchange]) -> str:
 
 def _second_round(exchanges: Sequence[_Exchange], address: str, launch: str) -> None:
     """All have left their tokens, and the first one listens if it can: start the second round."""
-    ports = [exchange.report.facts.get("port") for exchange in (exchanges[0], exchanges[-1])]
-    places = [(where, port) for where, port in zip((address, launch), ports, strict=True)]
-    reached, reports = (place if isinstance(place[1], int) and place[0] else None for place in places)
-    line = json.dumps({"reached": reached, "reports": reports})
+    *hosts, here = (exchange.report for exchange in exchanges)
+    line = second_line(hosts, address, (launch, here.facts.get("port")))
     for exchange in exchanges:
         exchange.proceed(line)
     deadline = time.monotonic() + _SECOND_ANSWER_SECONDS
@@ -179,15 +180,25 @@ def _second_round(exchanges: Sequence[_Exchange], address: str, launch: str) -> 
         exchange.second_answer(deadline)
 
 
+def second_line(hosts: Sequence[HostReport], address: str, launch: tuple[str, object] = ("", None)) -> str:
+    """What hosts try in the second round: to reach the first one at `address`, and this machine where it
+    listens."""
+    port = hosts[0].facts.get("port") if hosts else None
+    reached, reports = (
+        place if isinstance(place[1], int) and place[0] else None for place in ((address, port), launch)
+    )
+    return json.dumps({"reached": reached, "reports": reports})
+
+
 class _Exchange:
     """The exchange with one host; its report is completed step by step."""
 
-    def __init__(self, host: Host, command: Sequence[str], request: dict[str, Any]) -> None:
+    def __init__(self, host: Host, command: Sequence[str], request: str) -> None:
         self.report = HostReport(host, {})
         self._began = time.time()
         try:
             self.session: Session | None = Session(command, MARK)
-            self.session.send(f"{_ANSWERS_TO_PROMPTS}{REQUEST}{json.dumps(request)}")
+            self.session.send(f"{_ANSWERS_TO_PROMPTS}{request}")
         except OSError as error:
             self.session = None
             self.report = replace(self.report, failure=no_client(command[0], error))
@@ -216,7 +227,7 @@ class _Exchange:
 
 def _script(seconds: float) -> str:
     """One line of sh that runs the probe: with this project's Python, or with any if that is not there."""
-    packed = base64.b64encode(zlib.compress(_PROBE.read_bytes(), 9)).decode()
+    packed = base64.b64encode(zlib.compress(Path(host_probe.__file__).read_bytes(), 9)).decode()
     code = f"import base64,zlib;exec(zlib.decompress(base64.b64decode('{packed}')))"
     words = f"-I -c {shlex.quote(code)} {int(3 * seconds)}"
     pythons = f"{shlex.quote(sys.executable)} python3"

@@ -115,38 +115,44 @@ class HostCheck:
         return file_systems(self.survey)
 
 
-def ask_job_hosts(
-    draft: Draft, launcher: LauncherOptions, environ: Mapping[str, str] = os.environ
-) -> HostCheck:
-    """Ask every host of a job what it is like, in parallel; never asks the user anything.
-
-    Args:
-        draft: The job as far as it could be understood, its world included.
-        environ: Of the launch; DS_ACCELERATOR decides, as it does in ranks.
-    """
-    world = draft.world
-    files, _ = deepspeed_env(home_folder(), Path.cwd(), environ)
-    exported = dict(forwarded({} if world.is_local else environ, files))
+def ask_job_hosts(draft: Draft, launcher: LauncherOptions) -> HostCheck:
+    """Ask every host of a job what it is like, in parallel; never asks the user anything. `draft`: the job as
+    far as it could be understood, its world included."""
+    world, exported = draft.world, exported_to(draft.world)
     launch, problems = _launch(world, launcher)
-    question = replace(_question(draft, launcher, exported), launch=launch)
+    question = replace(question_of(draft, launcher, exported), launch=launch)
     answers = ask_hosts(world.hosts, question, shell_for(world, launcher))
     if (failure := answers.here.failure) is not None:
         remedy = failure.remedy.format(host="this machine")
         problems.append(Problem("hosts", "this machine", failure.rule, remedy))
-    found = world_found(world, answers, environ)
+    found = host_check_of(draft, question, answers, exported)
+    mine = tuple(HostProblem("launcher", (), problem) for problem in problems)
+    return replace(found, problems=mine)
+
+
+def exported_to(world: World) -> dict[str, str]:
+    """Variables that the launch sets on every host."""
+    files, _ = deepspeed_env(home_folder(), Path.cwd(), os.environ)
+    return dict(forwarded({} if world.is_local else os.environ, files))
+
+
+def host_check_of(
+    draft: Draft, question: Question, answers: Answers, exported: Mapping[str, str]
+) -> HostCheck:
+    """What the answers to `question` tell of the hosts of a job, without problems yet."""
+    found = world_found(draft.world, answers, os.environ)
     survey = Survey(
         answers,
         found.device,
         cache_bytes=int(draft.options.cache_size * 1e9) if len(question.folders) > 1 else 0,
-        world_size=world.size,
-        launch=launch,
+        world_size=draft.world.size,
+        launch=question.launch,
         interface=exported.get("GLOO_SOCKET_IFNAME"),
     )
-    mine = tuple(HostProblem("launcher", (), problem) for problem in problems)
-    return HostCheck(found, survey, mine, exported)
+    return HostCheck(found, survey, (), exported)
 
 
-def _question(draft: Draft, launcher: LauncherOptions, exported: Mapping[str, str]) -> Question:
+def question_of(draft: Draft, launcher: LauncherOptions, exported: Mapping[str, str]) -> Question:
     """What to ask the hosts for this job."""
     world, options = draft.world, draft.options
     described = [

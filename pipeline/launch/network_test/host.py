@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from pipeline.cluster.agent.connection import listen
-from pipeline.launch.host_check.probe import connect
+from pipeline.cluster.host_probe import connect
 
 MARK = "NETWORK-TEST:"
 

@@ -16,6 +16,7 @@ import pytest
 from pipeline.base.command import show_messages
 from pipeline.cluster.agent.coordinator import Coordinator
 from pipeline.cluster.agent.handshake import introduce
+from pipeline.cluster.agent.host_inquiry import Inquiry
 from pipeline.cluster.agent.launch_spec import CoordinatorSettings, LaunchSpec, encode
 from pipeline.cluster.outcome import Outcome
 
@@ -34,6 +35,7 @@ class Start:
         step_timeout: float | None = None,
         world_size: int = 3,
         arguments: tuple[str, ...] = (),
+        inquiry: Inquiry | None = None,
     ) -> None:
         self.folder = folder
         self.said: list[str] = []
@@ -42,7 +44,9 @@ class Start:
         self.arguments = arguments
         self.key_file = folder / "key"
         self.write_key(KEY)
-        settings = CoordinatorSettings(world_size, KEY, TIMEOUT, step_timeout, arguments=arguments)
+        settings = CoordinatorSettings(
+            world_size, KEY, TIMEOUT, step_timeout, arguments=arguments, inquiry=inquiry
+        )
         self.coordinator = Coordinator(settings)
         self.agents: list[subprocess.Popen] = []
 
@@ -54,7 +58,8 @@ class Start:
         elsewhere: Mapping[str, object] = MappingProxyType({}),
         **changes: object,
     ) -> None:
-        """Start the agent of `rank`. `elsewhere`: another place; `changes`: other values in its spec."""
+        """Start the agent of `rank`. `elsewhere`: another place, where None leaves a variable out; `changes`:
+        other values in its spec."""
         values = {
             "hosts": (("here", self.world_size),),
             "address": "127.0.0.1",
@@ -72,6 +77,7 @@ class Start:
         environment = os.environ | {name: str(value) for name, value in place.items()}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "CROSS_RANK": "0"}
         environment |= {name: str(value) for name, value in elsewhere.items()}
+        environment = {name: value for name, value in environment.items() if value != "None"}
         line = () if self.arguments else (str(self.folder), *job)
         command = [*before, sys.executable, str(STAND_IN), "--local_rank=0", encode(spec), *line]
         with (self.folder / f"console{rank}").open("w") as out:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.launch.host_check import probe
+from pipeline.cluster import host_probe as probe
 
 SMI = """#!/bin/sh
 case $1 in

@@ -12,10 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pipeline.cluster import host_probe
+from pipeline.cluster.host_probe import REQUEST, TOKEN
 from pipeline.job.world import Host
 from pipeline.launch.host_check import session as session_module
 from pipeline.launch.host_check.ask import Question, ask_hosts, remote_shell
-from pipeline.launch.host_check.probe import REQUEST, TOKEN
 from pipeline.launch.host_check.session import (
     Output,
     Session,
@@ -211,7 +212,7 @@ def test_a_clock_that_is_off_is_measured(tmp_path: Path) -> None:
 def test_the_probe_leaves_nothing_when_its_connection_is_cut(tmp_path: Path) -> None:
     values = Question(str(tmp_path), str(tmp_path), folders=(str(tmp_path),))
     request = {**vars(values), "run": "r", "index": 0}
-    probe = Path(__file__).parents[3] / "pipeline" / "launch" / "host_check" / "probe.py"
+    probe = Path(host_probe.__file__)
     command = [sys.executable, "-I", probe, "30"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         process.stdin.write(f"\n{REQUEST}{json.dumps(request)}\n")

@@ -1,10 +1,11 @@
 """What a host is like, found out on the host itself. One file, standard library only, no torch.
 
 It is sent over ssh as an argument and run with ``python -I -c``, so that it needs nothing to be installed and
-no shared file system, and is the same everywhere. A line of standard input says what is asked. It prints one
-line of JSON, leaves a token in each folder that may be shared and listens on the port of the rendezvous; then
-a second line makes it look for the others' tokens and connect to the rendezvous, which it tells in a second
-line. When its input ends, it takes its tokens away and ends.
+no shared file system, and is the same everywhere; agents start it as a file of the project. A line of
+standard input says what is asked. It prints one line of JSON, leaves a token in each folder that may be
+shared and listens on the port of the rendezvous; then a second line makes it look for the others' tokens and
+connect to the rendezvous, which it tells in a second line. When its input ends, it takes its tokens away and
+ends.
 """
 
 from __future__ import annotations
@@ -109,13 +110,14 @@ def _torch() -> tuple[str | None, str | None]:
 
 
 def project(request: Request) -> dict[str, Any]:
-    """A digest of the code, by path and content; None where the folder is missing."""
+    """A digest of the code, by path and content, None where it is missing; whether ranks can start there."""
     root = Path(request["project"])
     digest = hashlib.sha256()
     code = sorted(path for path in (root / "pipeline").rglob("*.py"))
     for path in code:
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
-    return {"digest": digest.hexdigest()[:12] if code else None, "cwd": Path(request["cwd"]).is_dir()}
+    can_enter = Path(request["cwd"]).is_dir() and os.access(request["cwd"], os.X_OK)
+    return {"digest": digest.hexdigest()[:12] if code else None, "cwd": can_enter}
 
 
 def files(request: Request) -> dict[str, Any]:
