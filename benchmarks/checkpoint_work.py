@@ -1,4 +1,5 @@
-"""What ranks do for `benchmarks/checkpoint.py`: save and load, each beside its bare equivalent.
+"""What ranks do for `benchmarks/checkpoint.py`, save and load, each beside its bare equivalent, and for
+`benchmarks/copies.py`.
 
 Every duration is that of the slowest rank, from a barrier on.
 """
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from benchmarks.contenders import Task, start_engine
 from benchmarks.workers import Clock
 from pipeline.checkpoints.conversion import convert
+from pipeline.checkpoints.copies import CopyCheck
 from pipeline.checkpoints.folder import remove_checkpoint, tag_of
 from pipeline.checkpoints.load import load_checkpoint
 from pipeline.checkpoints.manifest import Checkpoint, TrainState, read_checkpoint
@@ -164,6 +166,20 @@ def convert_in_turn(work: Work, environment: RankEnvironment, clock: Clock) -> d
         if number:
             result["copy"].append(copied)
             result["convert"].append(converted)
+    return result
+
+
+def compare_in_turn(work: Work, environment: RankEnvironment, clock: Clock) -> dict[str, list[float]]:
+    """A step, and a comparison of the copies after it."""
+    trainer = _Trainer(work.task, environment)
+    check = CopyCheck(trainer.engine)
+    result: dict[str, list[float]] = {"step": [], "comparison": []}
+    for number in range(work.rounds + 1):
+        step = _seconds(trainer.train)
+        compared = _seconds(lambda: check.before_save(trainer.engine.step))
+        if number:
+            result["step"].append(step)
+            result["comparison"].append(compared)
     return result
 
 

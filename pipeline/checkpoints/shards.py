@@ -77,6 +77,11 @@ def reads_own_shards(engine: TrainEngine) -> bool:
     return engine.job.zero_stage > 0 or not isinstance(engine.deepspeed.optimizer, BF16_Optimizer)
 
 
+def replicates_state(engine: TrainEngine) -> bool:
+    """Whether each replica holds all of the optimizer's state, and updates all weights itself."""
+    return isinstance(engine.deepspeed.optimizer, (torch.optim.Optimizer, FP16_UnfusedOptimizer))
+
+
 def shards(engine: TrainEngine) -> list[Shard]:
     """The shards of this rank, in the order of the optimizer's groups.
 
@@ -242,8 +247,7 @@ def describe_shards(engine: TrainEngine) -> dict[str, Any]:
     here = engine.parallel.coordinates
     names = parameter_names(engine)
     # Of replicas that all hold the whole state only the first writes it.
-    replicated = isinstance(engine.deepspeed.optimizer, (torch.optim.Optimizer, FP16_UnfusedOptimizer))
-    writes = not replicated or (here.data == 0 and here.sequence == 0)
+    writes = not replicates_state(engine) or (here.data == 0 and here.sequence == 0)
     return {
         "stage": here.pipeline,
         "tensor": here.tensor,

@@ -71,6 +71,7 @@ class Loop:
         saves: Writes the checkpoints.
         stop_code: 0, or why this rank was asked to stop (`pipeline.training.stopping`).
         record_step: Called with each step's seconds, what followed it included.
+        compare_copies: Called after each step, to compare now and then what ranks must all have alike.
         eval_sets: What is evaluated, in this order; empty where nothing is.
         progress: Hears what this rank does, with how many steps taken.
         stop_reason: Why the run was stopped; empty before.
@@ -87,6 +88,7 @@ class Loop:
     stop_code: Callable[[], int]
     state: TrainState
     record_step: Callable[[float], object] = lambda seconds: None
+    compare_copies: Callable[[int], object] = lambda step: None
     progress: Callable[[Phase, int], object] = lambda phase, step: None
     stop_reason: str = ""
     _skipped_in_a_row: int = 0
@@ -96,6 +98,7 @@ class Loop:
 
         Raises:
             TrainingDiverged: the loss or gradient norm is not finite, or too many steps in a row overflowed.
+            CopiesDiffer: ranks that must hold the same weights do not.
             SaveFailed: what the run ends with could not be saved.
         """
         first = self.state.step + 1
@@ -117,6 +120,7 @@ class Loop:
             self._advance(step, batch)
             self._report(result, time.perf_counter() - begin)
             self.record_step(time.perf_counter() - begin)
+            self.compare_copies(step)
             if self._is_due(step, self.job.eval_interval) and not self._evaluate(step):
                 return self._stop()
             if self._is_due(step, self.job.saves.interval):

@@ -21,6 +21,7 @@ class RunSaves:
         saved: The state that a checkpoint holds already; None at a start at step 0.
         on_failure: ``stop`` raises the failure of any save, ``continue`` that of one the run would end with.
         with_progress: Adds to a state how far the data has been read.
+        compare_copies: Called with the step of what is to be saved; raises CopiesDiffer.
         record_seconds: Called with the seconds a save took.
         record_saved: Called with the step of a checkpoint that counts.
     """
@@ -32,6 +33,7 @@ class RunSaves:
         saved: TrainState | None,
         on_failure: Literal["continue", "stop"],
         with_progress: Callable[[TrainState], TrainState],
+        compare_copies: Callable[[int], None] = lambda step: None,
         record_seconds: Callable[[float], None] = lambda seconds: None,
         record_saved: Callable[[int], None] = lambda step: None,
     ) -> None:
@@ -40,6 +42,7 @@ class RunSaves:
         self._begun: TrainState | None = None  # what is being written
         self._on_failure = on_failure
         self._with_progress = with_progress
+        self._compare_copies = compare_copies
         self._record_seconds, self._record_saved = record_seconds, record_saved
 
     @property
@@ -84,6 +87,7 @@ class RunSaves:
             self._finish()
 
     def _begin(self, state: TrainState) -> None:
+        self._compare_copies(state.step)
         self._begun = state
         self._saver.begin(self._with_progress(state))
         if not self._saver.outstanding:

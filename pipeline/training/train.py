@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.base.words import counted
+from pipeline.checkpoints.copies import CopiesDiffer, CopyCheck
 from pipeline.checkpoints.saver import Saver
 from pipeline.checkpoints.snapshot import set_random_state
 from pipeline.cluster.outcome import Outcome
@@ -49,19 +50,21 @@ def train(engine: TrainEngine, prepared: Prepared) -> Outcome:
 
     Raises:
         TrainingDiverged: the loss or gradient is not finite.
+        CopiesDiffer: ranks that must hold the same weights do not.
         SaveFailed: what the run ends with could not be saved.
     """
     checkpoint = prepared.selection.checkpoint
     with contextlib.ExitStack() as stack:
         loader = stack.enter_context(_loader(prepared))
         sinks = _sinks(prepared, stack)
-        saves = _saves(engine, prepared, sinks)
+        copies = CopyCheck(engine)
+        saves = _saves(engine, prepared, sinks, copies)
         rank = prepared.parallel.rank
         set_random_state(checkpoint.path if checkpoint else None, prepared.job.seed, rank)
-        loop = _loop(engine, prepared, loader, sinks, saves)
+        loop = _loop(engine, prepared, loader, sinks, saves, copies)
         try:
             status = loop.run()
-        except TrainingDiverged:
+        except (TrainingDiverged, CopiesDiffer):
             saves.settle()  # raised on every rank alike: what is being written may be the last good one
             raise
         done = loop.state.step
@@ -81,7 +84,12 @@ def _loader(prepared: Prepared) -> BatchLoader:
 
 
 def _loop(
-    engine: TrainEngine, prepared: Prepared, loader: BatchLoader, sinks: Sinks, saves: RunSaves
+    engine: TrainEngine,
+    prepared: Prepared,
+    loader: BatchLoader,
+    sinks: Sinks,
+    saves: RunSaves,
+    copies: CopyCheck,
 ) -> Loop:
     job, here = prepared.job, prepared.parallel.coordinates
     share = (job.data.eval_samples, job.batch.micro_batch_size, here.data, job.mesh.data)
@@ -98,6 +106,7 @@ def _loop(
         saves=saves,
         stop_code=prepared.stopping.code,
         record_step=prepared.stopping.record_step,
+        compare_copies=copies.after_step,
         progress=prepared.link.progress,
         state=prepared.state,
     )
@@ -152,7 +161,7 @@ def _evaluate_again(loop: Loop, prepared: Prepared) -> None:
         logger.info(evaluation_line(metrics, prepared.job.train_steps))
 
 
-def _saves(engine: TrainEngine, prepared: Prepared, sinks: Sinks) -> RunSaves:
+def _saves(engine: TrainEngine, prepared: Prepared, sinks: Sinks, copies: CopyCheck) -> RunSaves:
     """What saves the run's checkpoints."""
     rules, data = prepared.job.saves, prepared.data
 
@@ -171,6 +180,7 @@ def _saves(engine: TrainEngine, prepared: Prepared, sinks: Sinks) -> RunSaves:
         saved=prepared.state if prepared.selection.checkpoint else None,
         on_failure="stop" if rules.stop_on_failure else "continue",
         with_progress=lambda state: replace(state, data=data.order.state(state.consumed_samples)),
+        compare_copies=copies.before_save,
         record_seconds=prepared.stopping.record_save,
         record_saved=prepared.link.saved,
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import checkpoint, memory, throughput
+from benchmarks import checkpoint, copies, memory, throughput
 from benchmarks.workers import Clock, WorkerFailed, WorkerGroup
 from pipeline.cluster.rank_environment import RankEnvironment
 
@@ -114,6 +114,15 @@ def test_checkpoints_are_measured_beside_their_bare_equivalents(tmp_path: Path, 
     formula = 14 * case["parameters"]
     assert formula < case["bytes"] < formula + 2**20
     assert list((tmp_path / "disk").iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.repeats
+def test_comparing_copies_is_measured_beside_steps(tmp_path: Path, small: list[str]):
+    code, values = run_benchmark("copies", tmp_path, [*small, *"--device cpu --rounds 2".split()])
+    assert code == 0
+    assert [row["case"] for row in values["cases"]] == list(copies.CASES)
+    assert all(row["ratio"] > 0 and row["steps_between"] > 0 for row in values["cases"])
 
 
 @pytest.mark.parametrize(

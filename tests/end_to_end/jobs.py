@@ -185,6 +185,21 @@ def poison_weight(_: list[str], rank: int, step: int, victim: int) -> None:
     TrainEngine.train_step = poisoned
 
 
+def change_copy(_: list[str], rank: int, step: int, victim: int, name: str, by: float) -> None:
+    """Rank `victim` has another value of a weight when it has taken `step` steps."""
+    from pipeline.engine.engine import TrainEngine
+
+    train_step = TrainEngine.train_step
+
+    def changed(engine: TrainEngine, *args: Any) -> Any:
+        result = train_step(engine, *args)
+        if engine.step == step and rank == victim:
+            engine.module.get_parameter(name).data += by
+        return result
+
+    TrainEngine.train_step = changed
+
+
 def read_elsewhere(_: list[str], rank: int, victim: int) -> None:
     """Rank `victim` reads the samples one further on than it should."""
     from pipeline.data import loader

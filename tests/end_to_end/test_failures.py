@@ -10,6 +10,7 @@ import pytest
 
 from tests.end_to_end.jobs import (
     Workshop,
+    change_copy,
     poison_weight,
     raise_on_call,
     read_elsewhere,
@@ -53,6 +54,21 @@ def test_a_loss_that_is_no_number_stops_every_rank(config: dict, shop: Workshop)
     assert [line["step"] for line in shop.steps("run")] == [1, 2]
     assert shop.outcome("run")["status"] == "failed"
     assert "step 3" in shop.outcome("run")["message"]
+    run_job(arguments, 2).check()
+    assert [line["step"] for line in shop.steps("run")] == [1, 2, 3, 4, 5]
+
+
+def test_a_weight_that_tensor_ranks_do_not_have_alike_is_not_saved(shop: Workshop):
+    config = shop.config(tensor_parallel={"autotp_size": 2})
+    arguments = shop.arguments("run", config, "--save_interval", "2", steps=5)
+    result = run_faulty_job(arguments, 2, change_copy, 3, 1, "3.norm1.weight", 1e-3)
+    assert result.exit_codes == (1, 1)
+    for stderr in result.stderr:
+        assert "CopiesDiffer: copies that must be equal differ after step 4: " in stderr
+        assert "3.norm1.weight (weight) over tensor ranks: ranks [0, 1] do not have the same" in stderr
+    assert shop.latest("run").name == "global_step2"
+    assert [path.name for path in shop.latest("run").parent.glob("global_step*")] == ["global_step2"]
+    assert shop.outcome("run")["status"] == "failed"
     run_job(arguments, 2).check()
     assert [line["step"] for line in shop.steps("run")] == [1, 2, 3, 4, 5]
 

@@ -18,6 +18,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
+from pipeline.checkpoints.copies import CopiesDiffer, CopyCheck
 from pipeline.engine.build import build_engine
 from pipeline.engine.distributed import start_distributed
 from pipeline.engine.engine import StepResult, TrainEngine
@@ -50,6 +51,7 @@ class RankRun:
         steps: The engine's results.
         weights: Slices of the fp32 weights by name: before training, after the first step, after the last.
         copies: Digest of the weights that the next forward pass would use, by name.
+        differ: What the run itself would say of copies that differ.
         eval_losses: After training: of the last batch, and of the first micro-batch of batch `PARTIAL` alone.
         logits: At each of `LOGITS_AT`, after training.
         scales: fp16's loss scale after each step.
@@ -60,6 +62,7 @@ class RankRun:
     steps: list[StepResult] = field(default_factory=list)
     weights: list[dict[str, Slice]] = field(default_factory=list)
     copies: dict[str, str] = field(default_factory=dict)
+    differ: str = ""
     eval_losses: list[float] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
@@ -101,6 +104,10 @@ def train_rank(case: Case, job: Job, mutate: Mutation | None = None) -> RankRun:
         if step in (0, STEPS - 1):
             run.weights.append(slices(engine))
     run.copies = _copies(engine)
+    try:
+        CopyCheck(engine).before_save(STEPS)
+    except CopiesDiffer as error:
+        run.differ = str(error)
     part = micro_batches(case, PARTIAL, parallel.coordinates.data)[:1]
     run.eval_losses = [
         engine.eval_step(share, _num_tokens(case, STEPS - 1)),

@@ -36,6 +36,7 @@ def check(case: Case, folder: Path) -> None:
     runs = run_ranks(train_rank, case.world_size, case, case.job(folder))
     assert differences(case, runs) == []
     assert replica_differences(runs) == []
+    assert {run.differ for run in runs} == {""}
 
 
 @pytest.mark.parametrize("case", first_fast(FAST, 9), ids=lambda case: case.id)
