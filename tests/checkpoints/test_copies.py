@@ -5,7 +5,6 @@ That nothing is said of equal ones is shown by every layout of `tests/parity`.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from pipeline.checkpoints import copies
 from pipeline.checkpoints.copies import CopiesDiffer, CopyCheck, copies_of
 from pipeline.engine.build import build_engine
 from pipeline.engine.distributed import start_distributed
@@ -147,27 +147,21 @@ def test_a_copy_that_is_changed_is_named(case: Case, changes: list[Change], tmp_
 
 
 def test_comparing_takes_a_thousandth_of_the_time(monkeypatch: pytest.MonkeyPatch):
-    """A comparison of 20 ms after a step of 100: the next one comes 200 steps later, but for saves."""
-    compared = []
+    """A comparison of 20 ms after steps of 100: the next one comes 200 steps later, or before a save."""
+    now, compared = 0.0, []
 
     def differences(check: CopyCheck) -> list[Any]:
-        time.sleep(0.02)
+        nonlocal now
+        now += 0.02
         compared.append(step)
         return []
 
     monkeypatch.setattr(CopyCheck, "_differences", differences)
+    monkeypatch.setattr(copies, "time", SimpleNamespace(perf_counter=lambda: now))
     check = CopyCheck(SimpleNamespace(parallel=Parallel.single(), step=7))
-    time.sleep(0.1)
-    for step in range(8, 1000):
+    for step in range(8, 500):
+        now += 0.1
         check.after_step(step)
-        if len(compared) == 1:
-            assert 100 < check.interval < 400
-            interval = check.interval
-        if len(compared) == 2:
-            break
-    assert compared == [8, 8 + interval]
-    check.before_save(step)
-    assert len(compared) == 2
-    step += 1
-    check.before_save(step)
-    assert compared == [8, 8 + interval, 8 + interval + 1]
+        if step in (208, 300):
+            check.before_save(step)
+    assert compared == [8, 208, 300]
