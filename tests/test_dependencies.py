@@ -21,7 +21,9 @@ NOT_IMPORTED = {
 # Imported where a user asked for what they do; extras declare them.
 OPTIONAL = {
     "aiohttp": "data at http(s):// addresses",
+    "comet_ml": "the Comet monitor",
     "tensorboard": "the TensorBoard monitor",
+    "wandb": "the W&B monitor",
 }
 
 

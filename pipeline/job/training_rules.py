@@ -14,6 +14,7 @@ from pipeline.data.inputs import kind_of, token_prefix
 from pipeline.job.data_sources import path_problems
 from pipeline.job.facts import Facts
 from pipeline.job.model_source import output_folder
+from pipeline.job.options import RUN_FILE
 from pipeline.job.schema import MONITORS
 
 _PARAMETERS_OF = {
@@ -54,6 +55,16 @@ def monitors(f: Facts) -> Iterable[Problem]:
         if blocking := next((p for p in places if exists(p) and not is_folder(p)), None):
             rule = f"must be a folder, and {blocking} is a file"
             yield f.settings.problem(f"{key}.output_path", rule, "Name a folder that exists or can be made")
+        elif path and _holds_another_run(f, Path(path) / getattr(f.config, key).job_name):
+            rule = "holds the record of another run, which would be cut where this one begins"
+            yield f.settings.problem(f"{key}.job_name", rule, "Give this run a job_name of its own")
+
+
+def _holds_another_run(f: Facts, folder: Path) -> bool:
+    """Whether a monitor has written there, and not for the run that goes on here."""
+    if not is_folder(folder) or not any((*folder.glob("*.csv"), *folder.glob("events.out.tfevents.*"))):
+        return False
+    return not is_file(Path(output_folder(f.options, f.model.name)) / RUN_FILE)
 
 
 def _is_installed(module: str) -> bool:

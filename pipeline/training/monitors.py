@@ -1,80 +1,117 @@
 """DeepSpeed's monitors (TensorBoard, Weights & Biases, CSV, Comet), fed with the job's own numbers.
 
 The x axis is the step. Names are `train/<field of StepMetrics>` and `eval/loss`, or
-`eval/<name>/loss` where validation sets have names.
+`eval/<name>/loss` where validation sets have names. A start that resumes continues what earlier ones have
+recorded, with each step once. Files of CSV and TensorBoard are written by DeepSpeed's own writers; W&B and
+Comet, which these begin anew at every start, by `pipeline.training.tracked_runs`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 from deepspeed.monitor.config import get_monitor_config
 from deepspeed.monitor.monitor import MonitorMaster
 
 from pipeline.base.files import replaced_atomically
 from pipeline.training.metrics import EvalMetrics, StepMetrics
-
-# One event: name, value, step.
-Event = tuple[str, float, int]
+from pipeline.training.run_files import METRICS_FILE
+from pipeline.training.tracked_runs import TRACKED, Row, Start, tracked_runs
 
 
 class Monitors:
-    """Rank 0's writers, as the JSON's blocks ask for them.
+    """Rank 0's writers, as the JSON's blocks ask for them; a context, which ends them.
 
     Args:
         blocks: The enabled monitors, from `pipeline.job.deepspeed_dict.resolved_monitors`.
-        resume_step: Steps taken before this start; what a monitor holds of later steps is removed
-            from CSV files and marked as superseded for TensorBoard. Weights & Biases and Comet
-            begin a new run.
+        start: What monitors hold of later steps than its `step` is removed from CSV files and marked as
+            superseded for TensorBoard; W&B and Comet keep it, and do not get these steps again.
 
     Raises:
         ImportError: the package of an enabled monitor is missing.
         RuntimeError: `deepspeed.init_distributed` was not called yet.
+        ValueError: `monitors.json` cannot be read.
     """
 
-    def __init__(self, blocks: Mapping[str, Mapping[str, object]], resume_step: int = 0) -> None:
-        self._master = MonitorMaster(get_monitor_config(dict(blocks)))
-        if self._master.csv_monitor is not None:
-            self._continue_csv(resume_step)
-        if self._master.tb_monitor is not None and resume_step > 0:
-            self._continue_tensorboard(resume_step)
+    def __init__(self, blocks: Mapping[str, Mapping[str, Any]], start: Start) -> None:
+        self._start = start
+        files = {key: dict(block) for key, block in blocks.items() if key not in TRACKED}
+        self._files = MonitorMaster(get_monitor_config(files))
+        if self._files.csv_monitor is not None:
+            self._continue_csv()
+        if self._files.tb_monitor is not None:
+            self._continue_tensorboard()
+        self._tracked = tracked_runs(blocks, start, recorded_rows(start.folder))
 
     def step(self, metrics: StepMetrics) -> None:
-        self._master.write_events(step_events(metrics))
+        self._write(metrics.step, step_row(asdict(metrics)))
 
     def evaluation(self, metrics: EvalMetrics) -> None:
-        name = "eval/loss" if metrics.name is None else f"eval/{metrics.name}/loss"
-        self._master.write_events([(name, metrics.eval_loss, metrics.step)])
+        due = self._start.evaluation_due and metrics.step == self._start.step
+        self._write(metrics.step, evaluation_row(metrics.name, metrics.eval_loss), late=due)
 
-    def close(self) -> None:
-        """Write what is buffered. The monitors themselves have no close, except TensorBoard's writer."""
-        if self._master.tb_monitor is not None:
-            self._master.tb_monitor.summary_writer.close()
+    def __enter__(self) -> Monitors:
+        return self
 
-    def _continue_csv(self, resume_step: int) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Write and send what is buffered. DeepSpeed's writers have no close, except TensorBoard's."""
+        if self._files.tb_monitor is not None:
+            self._files.tb_monitor.summary_writer.close()
+        for run in self._tracked:
+            run.close(failed=kind is not None)
+
+    def _write(self, step: int, row: Row, *, late: bool = False) -> None:
+        self._files.write_events([(name, value, step) for name, value in row.items()])
+        for run in self._tracked:
+            run.log(step, row, late=late)
+
+    def _continue_csv(self) -> None:
         """DeepSpeed's writer starts each run with a header line, also in the middle of a file."""
-        monitor = self._master.csv_monitor
-        for path in sorted(Path(monitor.log_dir).glob("*.csv")):
-            trim_csv(path, resume_step)
-            monitor.filenames.append(path.stem)
+        monitor, start = self._files.csv_monitor, self._start
+        for kind in ("train", "eval"):
+            again = kind == "eval" and start.evaluation_due
+            for path in sorted(Path(monitor.log_dir).glob(f"{kind}_*.csv")):
+                trim_csv(path, start.step - again)
+                monitor.filenames.append(path.stem)
 
-    def _continue_tensorboard(self, resume_step: int) -> None:
+    def _continue_tensorboard(self) -> None:
         """Tell readers that events from the next step on replace those of earlier files."""
         from tensorboard.compat.proto.event_pb2 import Event as Record
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
         start = SessionLog(status=SessionLog.START)
-        writer = self._master.tb_monitor.summary_writer
-        writer.file_writer.add_event(Record(session_log=start), step=resume_step + 1)
+        writer = self._files.tb_monitor.summary_writer
+        writer.file_writer.add_event(Record(session_log=start), step=self._start.step + 1)
 
 
-def step_events(metrics: StepMetrics) -> list[Event]:
-    """One event per field that has a value; `skipped` is 0 or 1."""
-    fields = asdict(metrics)
-    step = fields.pop("step")
-    return [(f"train/{name}", float(value), step) for name, value in fields.items() if value is not None]
+def step_row(fields: Mapping[str, Any]) -> Row:
+    """What is known of a step, from the fields of `StepMetrics`; `skipped` is 0 or 1."""
+    left_out = ("step", "nonfinite")
+    return {f"train/{k}": float(v) for k, v in fields.items() if k not in left_out and v is not None}
+
+
+def evaluation_row(name: str | None, loss: float) -> Row:
+    return {"eval/loss" if name is None else f"eval/{name}/loss": loss}
+
+
+def recorded_rows(folder: Path) -> Iterator[tuple[int, Row]]:
+    """(step, row) of each line in the run's metrics.jsonl, in its order."""
+    path = folder / METRICS_FILE
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as lines:
+        for fields in map(json.loads, lines):
+            if "eval_loss" not in fields:
+                yield fields["step"], step_row(fields)
+            elif fields["eval_loss"] is not None:
+                yield fields["step"], evaluation_row(fields.get("name"), fields["eval_loss"])
 
 
 def trim_csv(path: Path, last_step: int) -> None:

@@ -70,6 +70,7 @@ class MetricsFile(LineFile):
     Attributes:
         missing_steps: Steps up to `resume_step` that have no line, because the file was deleted or
             the host crashed before `sync`: 0 unless something was lost.
+        last_step: The last step that an earlier start has recorded; 0 if none has.
 
     Raises:
         ValueError: a line other than the last is not a metrics object, or a step comes twice;
@@ -83,6 +84,7 @@ class MetricsFile(LineFile):
         self._order = _Order(path)
         kept_steps = self._repair(path, resume_step, evaluation_due) if path.exists() else 0
         self.missing_steps = resume_step - kept_steps
+        self.last_step = self._order.last_seen
         super().__init__(path)
 
     def step(self, metrics: StepMetrics) -> None:
@@ -106,11 +108,16 @@ class MetricsFile(LineFile):
 
 
 class _Order:
-    """The last step of each kind of metrics in a file, which later ones must come after."""
+    """The last step of each kind of metrics in a file, which later ones must come after.
+
+    Attributes:
+        last_seen: The last step in the file, also of lines that are not kept.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._last: dict[str, int] = {}
+        self.last_seen = 0
 
     def advance(self, kind: str, step: int) -> None:
         last = self._last.get(kind, 0)
@@ -144,6 +151,7 @@ def _kept(
     will be done again."""
     last_evaluation = resume_step - 1 if evaluation_due else resume_step
     for line, record in _records(path, lines):
+        order.last_seen = max(order.last_seen, record["step"])
         evaluation = "eval_loss" in record
         if record["step"] <= (last_evaluation if evaluation else resume_step):
             kind = _kind(record.get("name")) if evaluation else "step"

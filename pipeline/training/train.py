@@ -26,7 +26,7 @@ from pipeline.model.counts import training_flops_per_token
 from pipeline.training.console import evaluation_line
 from pipeline.training.loop import Abandoned, EvalSet, Loop, TrainingDiverged, evaluate
 from pipeline.training.metrics import EvalMetrics, MetricsSink, best_line
-from pipeline.training.monitors import Monitors
+from pipeline.training.monitors import Monitors, Start
 from pipeline.training.preparing import Prepared
 from pipeline.training.run_files import METRICS_FILE, SAMPLES_FILE, MetricsFile, SampleLog
 from pipeline.training.saves import RunSaves
@@ -202,9 +202,14 @@ def _sinks(prepared: Prepared, stack: contextlib.ExitStack) -> Sinks:
         files.append(stack.enter_context(samples))
     if not job.monitors:
         return Sinks(files)
-    monitors = Monitors(job.monitors, state.step)
-    stack.callback(monitors.close)
-    return Sinks(files, [monitors])
+    start = Start(
+        folder,
+        state.step,
+        recorded=metrics.last_step,
+        evaluation_due=state.evaluation_due,
+        samples_per_step=job.batch.train_batch_size,
+    )
+    return Sinks(files, [stack.enter_context(Monitors(job.monitors, start))])
 
 
 def _speedometer(job: Job) -> Speedometer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -64,6 +65,20 @@ def test_an_output_path_through_a_file_is_refused(tmp_path):
     assert (problem.key, problem.value) == ("csv_monitor.output_path (f.json)", path)
     assert str(tmp_path / "notes") in problem.rule
     assert monitor_problems({"csv_monitor": {"enabled": True, "output_path": str(tmp_path / "new")}}) == []
+
+
+def test_the_record_of_another_run_is_left_alone(tmp_path):
+    (tmp_path / "logs/job").mkdir(parents=True)
+    (tmp_path / "logs/job/train_loss.csv").write_text("step,loss\n1,4.0\n")
+    block = {"enabled": True, "output_path": str(tmp_path / "logs"), "job_name": "job"}
+    options = Options(output_dir=str(tmp_path / "run"))
+    facts = Facts(options, settings({"csv_monitor": block}), None, SimpleNamespace(name="tiny"))
+    (problem,) = monitors(facts)
+    assert (problem.key, problem.value) == ("csv_monitor.job_name (f.json)", "job")
+    assert "another run" in problem.rule
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/run.json").write_text("{}")
+    assert list(monitors(facts)) == [], "the run goes on with its own record"
 
 
 def test_files_go_under_the_run_unless_the_json_says_where():

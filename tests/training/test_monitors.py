@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import csv
-import json
 import subprocess
 import sys
 import textwrap
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -27,45 +27,31 @@ JOB = """
     from pipeline.job.facts import Settings
     from pipeline.training.metrics import EvalMetrics, StepMetrics
     from pipeline.training.monitors import Monitors
+    from pipeline.training.tracked_runs import Start
 
     folder = Path(sys.argv[1])
     deepspeed.init_distributed(
         "gloo", auto_mpi_discovery=False, init_method=f"file://{folder}/store", rank=0, world_size=1
     )
     config = {key: {"enabled": True, "job_name": "job"} for key in ("tensorboard", "csv_monitor")}
-    config["wandb"] = {"enabled": True, "project": "p", "group": "g", "team": "t"}
     settings = Settings(Document("ds.json", config))
 
     def train(first, last, offset):
-        monitors = Monitors(resolved_monitors(settings, str(folder / "run")), resume_step=first - 1)
-        for step in range(first, last + 1):
-            loss = step + offset
-            skipped = step == 3
-            monitors.step(StepMetrics(step, loss, 1.5, 1e-3, 64 * step, 0.5, 128.0, 2.0, None, 0.0, skipped))
-            if step % 2 == 0:
-                monitors.evaluation(EvalMetrics(step, loss + 0.25))
-                monitors.evaluation(EvalMetrics(step, loss + 0.5, "books"))
-        monitors.close()
+        blocks = resolved_monitors(settings, str(folder / "run"))
+        with Monitors(blocks, Start(folder / "run", first - 1)) as monitors:
+            for step in range(first, last + 1):
+                loss = step + offset
+                numbers = (1.5, 1e-3, 64 * step, 0.5, 128.0, 2.0, None, 0.0)
+                monitors.step(StepMetrics(step, loss, *numbers, skipped=step == 3))
+                if step % 2 == 0:
+                    monitors.evaluation(EvalMetrics(step, loss + 0.25))
+                    monitors.evaluation(EvalMetrics(step, loss + 0.5, "books"))
 
+    train(1, 3, offset=300.0)  # dies before its first save
     train(1, 6, offset=100.0)
     with (folder / "run/csv_monitor/job/train_loss.csv").open("a") as file:
         file.write("7,10")  # torn by a crash
     train(5, 8, offset=200.0)
-"""
-
-# Stands in for the package, which needs an account: keeps what it is called with.
-WANDB = """
-    import json, os
-
-    def _keep(**call):
-        with open(os.path.join(os.path.dirname(__file__), "calls.jsonl"), "a") as file:
-            file.write(json.dumps(call) + "\\n")
-
-    def init(**arguments):
-        _keep(init=arguments)
-
-    def log(data, step=None, commit=None):
-        _keep(data=data, step=step)
 """
 
 LOSSES = {1: 101.0, 2: 102.0, 3: 103.0, 4: 104.0, 5: 205.0, 6: 206.0, 7: 207.0, 8: 208.0}
@@ -80,7 +66,6 @@ NAMES = {
 def folder(tmp_path_factory) -> Path:
     """The folder in which the two starts have written."""
     folder = tmp_path_factory.mktemp("monitors")
-    (folder / "wandb.py").write_text(textwrap.dedent(WANDB))
     (folder / "job.py").write_text(textwrap.dedent(JOB))
     subprocess.run(
         [sys.executable, folder / "job.py", folder],
@@ -125,19 +110,9 @@ def test_tensorboard_shows_each_step_once(folder):
     assert events.Scalars("eval/books/loss")[-1].value == 208.5
 
 
-def test_wandb_is_called_with_the_projects_names_and_the_losses(folder):
-    calls = [json.loads(line) for line in (folder / "calls.jsonl").read_text().splitlines()]
-    inits = [call["init"] for call in calls if "init" in call]
-    assert inits == [{"project": "p", "group": "g", "entity": "t"}] * 2  # a new run for each start
-    second = calls[calls.index({"init": inits[1]}, 1) :]
-    losses = {c["step"]: c["data"]["train/loss"] for c in second if "train/loss" in c.get("data", {})}
-    assert losses == {step: LOSSES[step] for step in (5, 6, 7, 8)}
-
-
 def test_values_that_are_not_known_are_not_written():
-    from pipeline.training.monitors import step_events
+    from pipeline.training.monitors import step_row
 
-    metrics = StepMetrics(7, 2.0, 1.0, 1e-3, 64, 0.5, 128.0, 2.0, None, 0.0, skipped=True)
-    events = {name: (value, step) for name, value, step in step_events(metrics)}
-    assert "train/mfu" not in events
-    assert events["train/skipped"] == (1.0, 7)
+    row = step_row(asdict(StepMetrics(7, 2.0, 1.0, 1e-3, 64, 0.5, 128.0, 2.0, None, 0.0, skipped=True)))
+    assert "train/mfu" not in row and "train/step" not in row
+    assert row["train/skipped"] == 1.0
