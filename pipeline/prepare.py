@@ -27,13 +27,8 @@ from pipeline.data.inputs import token_prefix
 from pipeline.data.preparation import PreparationProgress, Rules, usual_workers, write_tokens
 from pipeline.data.remote_cache import RemoteCache
 from pipeline.data.token_file import TokenFile, open_token_file, remarks
-from pipeline.data.tokenizer import (
-    BESIDE_TOKENS,
-    Tokenizer,
-    chosen_tokenizer,
-    load_tokenizer,
-    tokenizer_facts,
-)
+from pipeline.data.tokenizer import Tokenizer, load_tokenizer
+from pipeline.data.tokenizer_folder import BESIDE_TOKENS, chosen_tokenizer, tokenizer_facts
 from pipeline.data.tokenizer_training import train_tokenizer
 from pipeline.job.options import BadRecord, Count, Gigabytes, Name, PathName, read_command_line
 from pipeline.job.report import console, print_interruption, print_problems

@@ -18,7 +18,8 @@ import numpy as np
 from pipeline.base.problems import JobError, Problem
 from pipeline.base.words import few
 from pipeline.data.records import Task, separator_pattern
-from pipeline.data.tokenizer import END, Tokenizer
+from pipeline.data.tokenizer import Tokenizer
+from pipeline.data.tokenizer_folder import END
 
 # Tasks ahead of the writer, for each worker: enough to keep it busy, few enough to bound memory.
 _AHEAD = 3

@@ -14,7 +14,8 @@ from pipeline.data.corpus import Corpus
 from pipeline.data.encoding import BadRecord, split_text, text_of
 from pipeline.data.preparation import Rules, bad_record, cache_identity
 from pipeline.data.records import read_texts
-from pipeline.data.tokenizer import END, ByteTokenizer, Tokenizer, load_tokenizer, write_tokenizer_folder
+from pipeline.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from pipeline.data.tokenizer_folder import END, write_tokenizer_folder
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from pipeline.base.json_reader import Document
 from pipeline.base.problems import Problem, Severity
 from pipeline.base.words import did_you_mean
 from pipeline.data.corpus import SourceSpec
-from pipeline.data.tokenizer import TokenizerFacts
+from pipeline.data.tokenizer_folder import TokenizerFacts
 from pipeline.job.foreign_keys import FOREIGN, OLD_NAMES, OPTIMIZERS, is_comment, of_megatron
 from pipeline.job.job import Batch, Dtype, Resolved
 from pipeline.job.models import TrainingDefaults, training_defaults

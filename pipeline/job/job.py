@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pipeline.base.problems import Problem
 from pipeline.data.corpus import SourceSpec
-from pipeline.data.tokenizer import TokenizerFacts
+from pipeline.data.tokenizer_folder import TokenizerFacts
 from pipeline.job.initial_weights import InitialWeights
 from pipeline.job.options import Options
 from pipeline.job.schedules import LearningRate

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from pipeline.base.problems import Problem
 from pipeline.base.words import listed, size
-from pipeline.data.tokenizer import BYTES
+from pipeline.data.tokenizer_folder import BYTES
 from pipeline.job.facts import Facts
 from pipeline.job.world import GB, LARGEST_MEMORY
 from pipeline.model.memory import RankMemory, Training, rank_memory

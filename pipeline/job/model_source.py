@@ -15,7 +15,7 @@ from pathlib import Path
 from pipeline.base.problems import JobError, Problem
 from pipeline.base.user_input import exists, is_file, is_folder
 from pipeline.base.words import few
-from pipeline.data.tokenizer import TOKENIZER, TokenizerFacts, chosen_tokenizer, tokenizer_facts
+from pipeline.data.tokenizer_folder import TOKENIZER, TokenizerFacts, chosen_tokenizer, tokenizer_facts
 from pipeline.hugging_face.folder_files import left_behind
 from pipeline.job.initial_weights import folder_weights_problems, model_folder
 from pipeline.job.models import AUTO, CONFIG_FILE, PRESETS, load_model

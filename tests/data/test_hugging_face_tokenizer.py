@@ -16,14 +16,8 @@ from pipeline.base.problems import JobError
 from pipeline.check import main as check
 from pipeline.data.corpus import find_corpus
 from pipeline.data.preparation import Rules, write_tokens
-from pipeline.data.tokenizer import (
-    ByteTokenizer,
-    HuggingFaceTokenizer,
-    byte_tokenizer_json,
-    chosen_tokenizer,
-    load_tokenizer,
-    tokenizer_facts,
-)
+from pipeline.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
+from pipeline.data.tokenizer_folder import byte_tokenizer_json, chosen_tokenizer, tokenizer_facts
 from pipeline.data.tokenizer_training import train_tokenizer
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from pipeline.data.tokenizer import byte_tokenizer_json, load_tokenizer
+from pipeline.data.tokenizer import load_tokenizer
+from pipeline.data.tokenizer_folder import byte_tokenizer_json
 from pipeline.hugging_face.config import model_from_hugging_face
 from pipeline.hugging_face.families import config_json, generation_config_json
 from pipeline.hugging_face.folder_files import left_behind

@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline.base.problems import JobError
-from pipeline.data.tokenizer import ByteTokenizer, tokenizer_facts
+from pipeline.data.tokenizer import ByteTokenizer
+from pipeline.data.tokenizer_folder import tokenizer_facts
 from pipeline.engine.agreement import WeightsMismatch, agree_on_weights
 from pipeline.engine.folder_weights import FolderWeights
 from pipeline.hugging_face.tensor_map import tensor_map

@@ -14,7 +14,8 @@ from pipeline.base.problems import JobError, Problem
 from pipeline.base.user_input import is_file, is_text
 from pipeline.checkpoints.manifest import Checkpoint
 from pipeline.checkpoints.resume import is_checkpoint
-from pipeline.data.tokenizer import TOKENIZER, Tokenizer, load_tokenizer
+from pipeline.data.tokenizer import Tokenizer, load_tokenizer
+from pipeline.data.tokenizer_folder import TOKENIZER
 from pipeline.job.models import CONFIG_FILE
 from pipeline.job.options import PathName
 from pipeline.job.run_file import TOKENIZER_FOLDER
