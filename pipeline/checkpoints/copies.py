@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -31,11 +32,11 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 
+from pipeline.base.words import rank_list
 from pipeline.checkpoints.shards import parameter_names, replicates_state, shards, torch_optimizer
 from pipeline.engine.agreement import gather_objects, gather_rows
 from pipeline.engine.engine import TrainEngine
 from pipeline.model.gpt import TIED_KEY
-from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parameters import slicing_of
 
 # Of a run's time, what comparing between saves may take.
@@ -71,23 +72,12 @@ class Copy(NamedTuple):
 
 
 class _Peers(NamedTuple):
-    """Ranks that hold copies of the same: those of `group`, which differ along `axes` of the mesh."""
+    """Ranks that hold copies of the same."""
 
     label: str
-    axes: tuple[str, ...]
     group: dist.ProcessGroup
     copies: list[Copy]
     tolerances: list[float]
-
-
-class _Found(NamedTuple):
-    """What one rank has that its peers have not; the sketch is its own."""
-
-    label: str
-    axes: tuple[str, ...]
-    what: str
-    tolerance: float
-    sketch: Tensor
 
 
 class CopyCheck:
@@ -136,10 +126,10 @@ class CopyCheck:
         self.interval = math.ceil(int(rows[:, 1].max()) / (SHARE * int(rows[0, 2])))
         self._compared, self._since = step, time.perf_counter()
 
-    def _differences(self) -> Iterator[_Found]:
-        """What differs in groups of this rank; the same copies on all ranks of a group."""
+    def _differences(self) -> Iterator[str]:
+        """Who of the groups of this rank differs in what; all ranks of a group say the same."""
         sketches: dict[int, Tensor] = {}
-        for label, axes, group, copies, tolerances in self._all_peers():
+        for label, group, copies, tolerances in self._all_peers():
             for copy in copies:
                 if id(copy.values) not in sketches:
                     sketches[id(copy.values)] = self._sketch(copy.values)
@@ -148,9 +138,12 @@ class CopyCheck:
             dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
             highest, lowest = highest[: len(mine)], -highest[len(mine) :]
             near = _near(lowest, highest, mine.new_tensor(tolerances))
-            for index in (~near).nonzero().flatten().tolist():
-                what = f"{copies[index].name} ({copies[index].what})"
-                yield _Found(label, axes, what, tolerances[index], mine[index].cpu())
+            for index in (~near).nonzero().flatten().tolist()[: _SHOWN + 1]:
+                ranks = dist.get_process_group_ranks(group)
+                theirs = [torch.empty_like(mine[index]) for _ in ranks]
+                dist.all_gather(theirs, mine[index], group=group)
+                who = _who(dict(zip(ranks, theirs, strict=True)), tolerances[index])
+                yield f"{copies[index].name} ({copies[index].what}) over {label}: {who}"
 
     def _all_peers(self) -> list[_Peers]:
         """In an order that is the same on all ranks of each group; those without copies are left out."""
@@ -163,9 +156,9 @@ class CopyCheck:
         shared = [copy for copy in whole if copy.parameter in table]
         tied_group = tied["group"] if tied and len(tied["ranks"]) > 1 else None
         everyone = [
-            _Peers("replicas", ("data", "sequence"), parallel.replica_group, whole, self._updated(whole)),
-            _Peers("tensor ranks", ("tensor",), parallel.tensor_group, unsliced, self._summed(unsliced)),
-            _Peers("stages of a tied weight", ("pipeline",), tied_group, shared, self._summed(shared)),
+            _Peers("replicas", parallel.replica_group, whole, self._updated(whole)),
+            _Peers("tensor ranks", parallel.tensor_group, unsliced, self._summed(unsliced)),
+            _Peers("stages of a tied weight", tied_group, shared, self._summed(shared)),
         ]
         return [peers for peers in everyone if peers.group is not None and peers.copies]
 
@@ -197,9 +190,10 @@ class CopyCheck:
         # What is not a number is equal to nothing, but a copy of it is a copy.
         return total.nan_to_num().to(self.engine.deepspeed.device)
 
-    def _describe(self, step: int, found: list[_Found]) -> str:
+    def _describe(self, step: int, found: list[str]) -> str:
         """What all ranks found. Collective."""
-        lines = list(_lines(self.parallel.mesh, gather_objects(self.parallel, found[: _SHOWN + 1])))
+        everything = gather_objects(self.parallel, found[: _SHOWN + 1])
+        lines = list(dict.fromkeys(chain.from_iterable(everything)))
         more = "; and more" if len(lines) > _SHOWN else ""
         return (
             f"copies that must be equal differ after step {step}: {'; '.join(lines[:_SHOWN])}{more}. "
@@ -231,16 +225,6 @@ def _near(lowest: Tensor, highest: Tensor, tolerance: Tensor | float) -> Tensor:
     return (highest - lowest).amax(-1) <= tolerance * scale
 
 
-def _lines(mesh: Mesh, everyone: list[list[_Found]]) -> Iterator[str]:
-    """Who differs in what, from what each rank found in its groups."""
-    for key in dict.fromkeys(entry[:4] for found in everyone for entry in found):
-        label, axes, what, tolerance = key
-        mine = {rank: each.sketch for rank, found in enumerate(everyone) for each in found if each[:4] == key}
-        for ranks in mesh.groups(*axes):
-            if holders := {rank: mine[rank] for rank in ranks if rank in mine}:
-                yield f"{what} over {label}: {_who(holders, tolerance)}"
-
-
 def _who(sketches: dict[int, Tensor], tolerance: float) -> str:
     """Which ranks are unlike most; with two of them nobody knows."""
 
@@ -252,6 +236,6 @@ def _who(sketches: dict[int, Tensor], tolerance: float) -> str:
 
     most = max(map(like, sketches.values()), key=len)
     odd = [rank for rank in sketches if rank not in most]
-    if len(odd) < len(most):
-        return f"ranks {odd} have another one than ranks {most}"
-    return f"ranks {list(sketches)} do not have the same"
+    return (
+        f"{rank_list(odd)} against {rank_list(most)}" if len(odd) < len(most) else rank_list(list(sketches))
+    )

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from pipeline.base.words import rank_list
 from pipeline.checkpoints import copies
 from pipeline.checkpoints.copies import CopiesDiffer, CopyCheck, copies_of
 from pipeline.engine.build import build_engine
@@ -44,7 +45,7 @@ class Change(NamedTuple):
 
 
 def both(over: str, *ranks: int) -> str:
-    return f"{over}: ranks {list(ranks)} do not have the same"
+    return f"{over}: {rank_list(ranks)}"
 
 
 def messages(case: Case, job: Job, changes: Sequence[Change]) -> list[str]:
@@ -102,7 +103,7 @@ CASES = [
         Case(pipeline=2, data=3, batch=12, zero=1, accumulation=2, model="five layers", **CLIP),
         [
             Change(3, TABLE, "weight", both(f"{TABLE} (weight) {TIED}", 0, 3)),
-            Change(4, TABLE, "weight", f"{REPLICAS}: ranks [4] have another one than ranks [3, 5]"),
+            Change(4, TABLE, "weight", f"{TABLE} (weight) {REPLICAS}: rank 4 against ranks 3, 5"),
         ],
     ),
     (
