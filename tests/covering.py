@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import fields
-from itertools import combinations
 from typing import Any, TypeVar
 
 import pytest
@@ -26,17 +24,6 @@ def covering(always: Iterable[Case], further: Sequence[Case], facts: Facts) -> l
         chosen.append(best)
         missing -= set(facts(best))
     return [case for case in further if case in chosen]
-
-
-def pairs_of_settings(case: Any, *names: str) -> set[tuple[Hashable, ...]]:
-    """Any two settings of a case that is a dataclass: ZeRO 3 with two stages, ZeRO 3 with clipping.
-
-    Args:
-        names: The settings that count; default: all.
-    """
-    names = names or tuple(field.name for field in fields(case))
-    settings = [(name, repr(getattr(case, name))) for name in names]
-    return set(combinations(settings, 2))
 
 
 def first_fast(cases: Sequence[Any], number: int) -> list[Any]:

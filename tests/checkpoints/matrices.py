@@ -12,14 +12,14 @@ All pairs of layouts would be some ten thousand runs. The tables are pruned by r
 `FAST` runs with every change. `OTHER` has what is no axis: settings that move things inside the files, the
 boundaries of stages, all four kinds at once, and a model with other parameters. Of the other tables some rows
 run by default, the rest with ``--repeats``: of `RESHAPE` those that, with `FAST` and `OTHER`, show all that
-`both_sides` lists, of `FORMATS` and `OFFLINE` all that `formats` and `offline` list.
+`both_sides` lists, of the others all that `special` (`OTHER`) and `offline` (`FORMATS`, `OFFLINE`) list.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 
-from tests.checkpoints.layouts import find
+from tests.checkpoints.layouts import SPECIAL, find
 
 Row = tuple[str, str, str]  # weights, saved in, resumed in
 
@@ -147,9 +147,10 @@ def both_sides(row: Row) -> set[tuple[Hashable, ...]]:
     return values(row) | {(row[0], *fact) for fact in values(row) if fact[1] in ("pipeline", "schedule")}
 
 
-def formats(row: Row) -> set[tuple[Hashable, ...]]:
-    """The values on either side, and the change of format with these weights."""
-    return values(row) | {(row[0], *(find(name).compute for name in row[1:]))}
+def special(row: Row) -> set[Hashable]:
+    """The weights, each layout of `SPECIAL`, and all four kinds at once on either side."""
+    names = [name for name in row[1:] if name in SPECIAL]
+    return {row[0], *names, *((name, row.index(name)) for name in names if find(name).ranks == 16)}
 
 
 def offline(row: Row) -> set[tuple[Hashable, ...]]:

@@ -83,6 +83,7 @@ def test_mpirun_over_two_hosts(hosts: Hosts, workshop: Workshop, losses: list[fl
     check_training(hosts, "h0", command, workshop, losses, {})
 
 
+@pytest.mark.repeats  # launched, MPICH starts ranks in launch/host_check/test_broken_hosts.py
 def test_mpiexec_over_two_hosts(hosts: Hosts, workshop: Workshop, losses: list[float]) -> None:
     need("mpiexec.mpich", "mpich")
     rendezvous = ["-genv", "MASTER_ADDR", "h1", "-genv", "MASTER_PORT", "29500"]
@@ -100,7 +101,6 @@ def launch(hosts: Hosts, launcher: str) -> list[str]:
     return [*LAUNCH, "--hostfile", str(hosts.write_hostfile(1)), "--launcher", launcher]
 
 
-# MPICH's own command trains above; launched, it starts ranks in launch/host_check/test_broken_hosts.py.
 @pytest.mark.parametrize("launcher", ["openmpi", pytest.param("mpich", marks=pytest.mark.repeats)])
 def test_launch_through_mpi(hosts: Hosts, workshop: Workshop, losses: list[float], launcher: str) -> None:
     environment = launcher_environment(hosts, launcher)

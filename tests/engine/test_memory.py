@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from tests.parity.cases import Case
 from tests.parity.ranks import TIMEOUT
 
 BUCKET = 20_000  # as every case has it
+TOLERANCE = 0.03
+SECONDS_TO_SETTLE = 5.0
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 
 
@@ -65,8 +68,8 @@ def test_a_rank_holds_what_the_formula_says(case: Case, tmp_path: Path) -> None:
     expected = memory.state + memory.host
     if case.zero < 3:  # at ZeRO 3 the rest is weights gathered for a forward pass
         expected += memory.buffers - (BYTES[case.accumulate] * BUCKET if _has_bucket(case) else 0)
-    measured = max(run_ranks(held_by_rank, case.world_size, case, job))
-    assert measured == pytest.approx(expected, rel=0.03)
+    measured = max(run_ranks(held_by_rank, case.world_size, case, job, (1 + TOLERANCE) * expected))
+    assert measured == pytest.approx(expected, rel=TOLERANCE)
 
 
 def _has_bucket(case: Case) -> bool:
@@ -78,9 +81,12 @@ def _has_bucket(case: Case) -> bool:
     return case.zero > 0 and not bf16_optimizer
 
 
-def held_by_rank(case: Case, job: Job) -> int:
+def held_by_rank(case: Case, job: Job, most: float) -> int:
     """Bytes of weights, gradients and optimizer state in the second step, where gradients are summed and no
-    activation is there: before the second forward pass, at ZeRO 3 before the update."""
+    activation is there: before the second forward pass, at ZeRO 3 before the update.
+
+    A thread that has just sent a tensor may still hold it: what is more than `most` has some seconds to go.
+    """
     start_distributed("cpu", 0, TIMEOUT)
     before = _tensor_bytes()
     parallel = Parallel.create(job.mesh, TIMEOUT)
@@ -88,7 +94,14 @@ def held_by_rank(case: Case, job: Job) -> int:
     share = micro_batches(case, 0, parallel.coordinates.data)
     engine.train_step(share, 100)
     found: list[int] = []
-    _watch(engine, case, lambda: found.append(_tensor_bytes() - before))
+
+    def measure() -> None:
+        latest = time.monotonic() + SECONDS_TO_SETTLE
+        while (held := _tensor_bytes() - before) > most and time.monotonic() < latest:
+            time.sleep(0.05)
+        found.append(held)
+
+    _watch(engine, case, measure)
     engine.train_step(share, 100)
     return found[-1]
 

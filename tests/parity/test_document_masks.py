@@ -22,7 +22,7 @@ from pipeline.parallel.context import Parallel
 from pipeline.parallel.documents import DocumentReader, PassDocuments
 from pipeline.parallel.dropout import DropoutClock
 from pipeline.parallel.parameters import ParameterFactory
-from tests.covering import pairs_of_settings, slow
+from tests.covering import slow
 from tests.harness import run_ranks
 from tests.parity import compare, ranks
 from tests.parity.batches import global_batches
@@ -69,12 +69,13 @@ LAYOUTS = (
 
 def what_masks_meet(case: Case) -> set[tuple[Hashable, ...]]:
     """By this some of `LAYOUTS` are chosen that always run; the rest are repeats."""
-    layout = {
-        ("pipelined", case.pipeline > 1, case.schedule),
-        ("zero", case.zero),
+    sliced = case.sequence > 1  # a document may then cross the border of two ranks
+    return {
+        ("pipelined", case.pipeline > 1, case.schedule, sliced),
+        ("model", case.model, sliced),
         ("tensor", case.tensor > 1),
+        *((name, getattr(case, name)) for name in ("zero", "sequence", "recompute")),
     }
-    return layout | pairs_of_settings(case, "sequence", "schedule", "recompute", "model")
 
 
 # A document of 6 tokens in rows of 16: the lengths of the documents before and after it.

@@ -5,31 +5,33 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import fields
+from itertools import product
 from pathlib import Path
 
 import pytest
 
-from tests.covering import first_fast, pairs_of_settings, slow
+from tests.covering import first_fast, slow
 from tests.harness import run_ranks
 from tests.parity.cases import Case
 from tests.parity.compare import differences, replica_differences
 from tests.parity.layouts import FAST, FOUR_AXES, SLOW
 from tests.parity.ranks import train_rank
 
-# Settings of which any two may meet in an error. How a batch is divided, the decay and the rate do not depend
-# on the others: each of their values runs once. A model's own layers meet the axes that divide them.
-MEETING = (
-    *("pipeline", "data", "sequence", "tensor", "zero", "zero_options", "recompute", "schedule", "partition"),
-    *("precision", "accumulate", "optimizer", "clip"),
-)
-DIVIDING_LAYERS = ("pipeline", "sequence", "tensor")
-
 
 def what_settings_meet(case: Case) -> set[Hashable]:
-    """By this some cases of `SLOW` are chosen that always run; the rest are repeats."""
+    """By this some cases of `SLOW` are chosen that always run; the rest are repeats.
+
+    Each value of each setting, and each kind of parallelism with each other one and with each number format.
+    """
+    kinds = {
+        ("pipelined", case.pipeline > 1, case.schedule),
+        ("sliced", case.tensor > 1),
+        ("sequence sliced", case.sequence > 1),
+        ("zero", case.zero),
+    }
+    formats = {(case.precision, case.accumulate), ("clip", case.clip > 0)}
     each = {(field.name, repr(getattr(case, field.name))) for field in fields(case)}
-    models = {("model", case.model, name, getattr(case, name)) for name in DIVIDING_LAYERS}
-    return each | models | pairs_of_settings(case, *MEETING)
+    return each | set(product(kinds, kinds)) | set(product(kinds, formats))
 
 
 def check(case: Case, folder: Path) -> None:

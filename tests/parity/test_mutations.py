@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from pathlib import Path
 
 import pytest
 
-from tests.covering import first_fast
+from tests.covering import first_fast, slow
 from tests.harness import run_ranks
 from tests.parity import mutations
 from tests.parity.cases import Case
@@ -102,10 +103,17 @@ def test_mutation_is_noticed(mutation: Mutation, case: Case, tmp_path: Path):
     check(mutation, case, tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("mutation", "case"), SLOW_MUTATIONS, ids=name)
-def test_further_mutation_is_noticed(mutation: Mutation, case: Case, tmp_path: Path):
-    check(mutation, case, tmp_path)
+def noticed_where(row: tuple[Mutation, Case]) -> set[Hashable]:
+    """Each mutation, in pipelines and out of them; elsewhere it is a repeat."""
+    mutation, case = row
+    return {(mutation.__name__, case.pipeline > 1)}
+
+
+@pytest.mark.parametrize(
+    "row", slow(FAST_MUTATIONS, SLOW_MUTATIONS, noticed_where), ids=lambda row: "-".join(map(name, row))
+)
+def test_further_mutation_is_noticed(row: tuple[Mutation, Case], tmp_path: Path):
+    check(*row, tmp_path)
 
 
 def test_every_mutated_layout_is_in_the_matrix_and_every_mutation_is_used():

@@ -60,10 +60,7 @@ def test_greedy_text_is_that_of_whole_forward_passes(base: Path, capsys: pytest.
 
 @pytest.mark.parametrize(
     "options",
-    first_fast(
-        [[], ["--top_k", "5"], ["--top_p", "0.9"], ["--temperature", "1.5"], ["--dtype", "bfloat16"]], 1
-    ),
-    ids=" ".join,
+    first_fast(["", "--top_k 5", "--top_p 0.9", "--temperature 1.5", "--dtype bfloat16"], 1),
 )
 def test_the_seed_decides(options: str, base: Path, capsys: pytest.CaptureFixture[str]):
     def drawn(source: str, seed: int) -> str:

@@ -186,8 +186,11 @@ def test_a_notice_to_the_ranks_of_one_host_ends_all_of_them_well(pair: Hosts) ->
     assert "SIGUSR1 on h2: every rank saves and ends" in job.process.stderr
 
 
-# Without the login host, an agent hears as little of the coordinator as one that is unplugged.
-@pytest.mark.parametrize("what", ["crash", "unplug", pytest.param("login host", marks=pytest.mark.repeats)])
+# Without the login host, an agent hears as little of the coordinator as one that is unplugged; a host crashes
+# in end_to_end/test_several_hosts.py.
+@pytest.mark.parametrize(
+    "what", ["unplug", *(pytest.param(each, marks=pytest.mark.repeats) for each in ("crash", "login host"))]
+)
 def test_a_host_is_gone(make_hosts, what: str) -> None:
     hosts = make_hosts(2)
     job = Job(hosts, hosts.write_hostfile(1))
