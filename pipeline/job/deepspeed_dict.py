@@ -18,6 +18,7 @@ It holds what DeepSpeed needs and nothing that it would interpret in its own way
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from pipeline.job.facts import Facts, Settings
 from pipeline.job.job import Batch, Precision, Resolved
 from pipeline.job.schema import KEYS, MONITORS
 from pipeline.model.counts import layer_parameters, stage_parameters
+from pipeline.model.memory import Training
+from pipeline.parallel.mesh import Mesh
 
 # DeepSpeed tests steps % steps_per_print, so "never" is a number that no run reaches.
 NEVER = 2**31 - 1
@@ -112,11 +115,44 @@ def reduce_bucket(facts: Facts, stages: tuple[int, ...]) -> Resolved | None:
     return Resolved(BUCKET, usual, why)
 
 
+def training_of(
+    facts: Facts, batch: Batch, mesh: Mesh, boundaries: tuple[int, ...], moments: int
+) -> Training:
+    """What decides the memory of a rank, which DeepSpeed's buffers do, too. `moments`: of the optimizer."""
+    zero = facts.config.zero_optimization
+    bucket = zero.reduce_bucket_size
+    if bucket is None:
+        resolved = reduce_bucket(facts, boundaries)
+        bucket = resolved.value if resolved else 0
+    sharded = facts.zero_stage > 0 and not facts.uses_bf16_optimizer
+    return Training(
+        mesh=mesh,
+        boundaries=boundaries,
+        zero_stage=facts.zero_stage,
+        compute=facts.compute,
+        accumulation=facts.accumulation,
+        moments=moments,
+        offload_optimizer=facts.offload_device("offload_optimizer"),
+        offload_parameters=facts.offload_device("offload_param"),
+        second_shard=zero.zero_hpz_partition_size if facts.zero_stage == 3 else 1,
+        bucket=bucket if sharded else 0,
+        buckets=2 if zero.overlap_comm and facts.zero_stage < 3 and facts.stages == 1 else 1,
+        live=zero.stage3_max_live_parameters if facts.zero_stage == 3 else 0,
+        micro_batch=batch.micro_batch_size,
+        micro_batches=batch.accumulation_steps,
+        sequence_length=batch.sequence_length,
+        recompute=facts.config.activation_checkpointing.mode,
+    )
+
+
 def resolved_monitors(settings: Settings, output_dir: str) -> dict[str, dict[str, object]]:
     """The enabled monitors with what was written for them, their files under the run's folder unless
-    ``output_path`` says where: DeepSpeed's own default is the current folder."""
+    ``output_path`` says where: DeepSpeed's own default is the current folder. The services, which DeepSpeed
+    does not begin, with their defaults."""
     blocks = {key: dict(settings.values[key]) for key in MONITORS if getattr(settings.config, key).enabled}
     for key, block in blocks.items():
-        if f"{key}.output_path" in KEYS and not block.get("output_path"):
+        if f"{key}.output_path" not in KEYS:
+            blocks[key] = asdict(getattr(settings.config, key))
+        elif not block.get("output_path"):
             block["output_path"] = str(Path(output_dir) / key)
     return blocks

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from pipeline.base.fields import AUTO, MISSING, Undecided, build, check
@@ -59,6 +59,13 @@ class Settings:
     def written(self) -> dict[str, Any]:
         """The JSON as read, before anything was checked or resolved."""
         return self._document.values
+
+    def changed(self, keys: Mapping[str, Any]) -> Settings:
+        """These settings with other values of some dotted keys."""
+        values = copy.deepcopy(self.values)
+        for key, value in keys.items():
+            _set(values, key, value)
+        return Settings(replace(self._document, values=values))
 
     def given(self, key: str) -> bool:
         """Whether the JSON has the key with a usable value of its own, "auto" not counted."""
@@ -305,6 +312,10 @@ class Facts:
         """What decides the memory of a rank."""
         return known(self._training)
 
+    def with_keys(self, keys: Mapping[str, Any]) -> Facts:
+        """The facts of a JSON with other values of some dotted keys; what was derived stays."""
+        return replace(self, settings=self.settings.changed(keys))
+
     @property
     def zero_stage(self) -> int:
         stage = self.config.zero_optimization.stage
@@ -359,5 +370,7 @@ class Facts:
         return self.config.optimizer.type
 
     def offload_device(self, block: Literal["offload_optimizer", "offload_param"]) -> str:
-        """Where ``offload_optimizer`` or ``offload_param`` goes: none, cpu or nvme."""
-        return getattr(self.config.zero_optimization, block).device
+        """Where ``offload_optimizer`` or ``offload_param`` goes: none, also at a stage that does not offload
+        it, cpu or nvme."""
+        acts = self.zero_stage in KEYS[f"zero_optimization.{block}.device"].details["zero_stages"]
+        return getattr(self.config.zero_optimization, block).device if acts else "none"

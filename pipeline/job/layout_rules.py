@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 from pipeline.base.problems import Problem
 from pipeline.base.words import listed, size
 from pipeline.data.tokenizer_folder import BYTES
+from pipeline.job.deepspeed_dict import training_of
 from pipeline.job.facts import Facts
 from pipeline.job.world import GB, LARGEST_MEMORY
 from pipeline.model.memory import RankMemory, Training, rank_memory
@@ -176,14 +179,9 @@ def _device_memory(f: Facts, held: RankMemory) -> Iterable[Problem]:
         yield f.settings.problem(key, rule, remedy, f.zero_stage, "warning")
     elif own and held.total > own:
         rule = f"{state}, with activations and buffers {size(held.total)}, and {device} has {size(own)}"
-        smaller = (
-            "a smaller train_micro_batch_size_per_gpu" if f.training.micro_batch > 1 else "shorter sequences"
-        )
-        modes = "activation_checkpointing.mode full" if f.training.recompute != "full" else "more ranks"
-        remedy = f"Use {smaller} or {modes}, if it runs out of memory"
-        yield f.settings.problem(
-            "train_micro_batch_size_per_gpu", rule, remedy, f.training.micro_batch, "warning"
-        )
+        remedy = f"If it runs out of memory: {_least_change(f, own, with_activations=True)}"
+        key = "train_micro_batch_size_per_gpu"
+        yield f.settings.problem(key, rule, remedy, f.training.micro_batch, "warning")
 
 
 def _host_memory(f: Facts, held: RankMemory) -> Iterable[Problem]:
@@ -193,38 +191,83 @@ def _host_memory(f: Facts, held: RankMemory) -> Iterable[Problem]:
     if has is not None and needed > has:
         what = "" if on_cpu else "offloaded state of "
         rule = f"{what}{ranks} ranks takes {size(needed)} of this host's memory, which has {size(has)}"
-        remedy = "Use a smaller model or more hosts; --device checks for GPUs"
+        remedy = "Use a smaller model or more hosts"
+        remedy += "; --device checks for GPUs" if on_cpu else ", or offload less"
         yield Problem("model", f.model.name, rule, remedy, "warning")
 
 
-def _least_change(f: Facts, limit: int) -> str:
-    """The first of some changes with which a rank's state fits, each larger than the one before."""
-    for change, training in _changes(f):
+# What to do, and what a rank then holds.
+_Change = tuple[str, Training]
+
+
+def _least_change(f: Facts, limit: int, with_activations: bool = False) -> str:
+    """The first of some changes with which a rank's state fits, each larger than the one before; with all
+    that a step needs besides, where asked."""
+    changes = itertools.chain([("", f.training)], _of_state(f), _of_ranks(f))
+    if with_activations:
+        changes = (less for words, training in changes for less in _of_activations(words, training))
+    for words, training in changes:
         held = rank_memory(f.model, training)
-        if held.state <= limit:
+        needed = held.total if with_activations else held.state
+        if words and needed <= limit:
             host = f", {size(held.host)} of host memory for each rank" if held.host else ""
-            return f"{change}: {size(held.state)}{host}"
-    doubled = f.training
-    while doubled.mesh.world_size <= 2**16:
-        doubled = replace(doubled, mesh=replace(doubled.mesh, data=2 * doubled.mesh.data))
-        sharded = replace(doubled, zero_stage=3) if f.stages == 1 else doubled
-        if (held := rank_memory(f.model, sharded)).state <= limit:
-            stage = f" with ZeRO stage {sharded.zero_stage}"
-            return f"Use {doubled.mesh.world_size} ranks{stage}: {size(held.state)}"
-    return "Divide the model by more pipeline.stages or a larger tensor_parallel.autotp_size"
+            return f"{words}: {size(needed)}{host}"
+    return "Use a smaller model, or shorter sequences" if with_activations else "Use a smaller model"
 
 
-def _changes(f: Facts) -> Iterator[tuple[str, Training]]:
-    """Changes of the JSON that need less memory, the smallest first."""
-    now, highest = f.training, 3 if f.stages == 1 else 1
-    for stage in range(f.zero_stage + 1, highest + 1):
-        yield f"Set zero_optimization.stage to {stage}", replace(now, zero_stage=stage)
-    if now.compute == "fp32" and f.world.bf16_native:
-        for stage in range(max(f.zero_stage, 1), highest + 1):
-            both = f"Turn bf16 on and set zero_optimization.stage to {stage}"
-            yield both, replace(now, compute="bf16", zero_stage=stage)
+def _of_state(f: Facts) -> Iterator[_Change]:
+    """Changes of the JSON that need less memory for weights, gradients and optimizer, the smallest first."""
+    highest = 3 if f.stages == 1 else 1
+    stage = "zero_optimization.stage"
+    for number in range(f.zero_stage + 1, highest + 1):
+        yield f"Set {stage} to {number}", _with(f, {stage: number})
+    half = "bf16" if f.world.bf16_native else "fp16"
+    format_keys = {f"{half}.enabled": True} if f.compute == "fp32" else {}
+    if format_keys:
+        for number in range(max(f.zero_stage, 1), highest + 1):
+            words = f"Turn {half} on and set {stage} to {number}"
+            yield words, _with(f, {**format_keys, stage: number})
     if highest == 3:
-        offload = "Set zero_optimization.stage to 3 and, in it, offload_optimizer.device to cpu"
-        moved = replace(now, zero_stage=3, offload_optimizer="cpu")
-        yield offload, moved
-        yield f"{offload} and offload_param.device to cpu", replace(moved, offload_parameters="cpu")
+        words = f"Set {stage} to 3 and, in it, offload_optimizer.device to cpu"
+        keys = {stage: 3, "zero_optimization.offload_optimizer.device": "cpu"}
+        yield words, _with(f, keys)
+        keys["zero_optimization.offload_param.device"] = "cpu"
+        yield f"{words} and offload_param.device to cpu", _with(f, keys)
+
+
+def _with(f: Facts, keys: dict[str, Any]) -> Training:
+    """The training with other values of some keys, and the same ranks and batch."""
+    now = f.training
+    return training_of(f.with_keys(keys), f.batch, now.mesh, now.boundaries, now.moments)
+
+
+def _of_activations(words: str, training: Training) -> Iterator[_Change]:
+    """The change, and the change with less that is kept of a step, the smallest first."""
+    now = training.micro_batch
+    smaller = [("", training)]
+    for micro in (each for each in range(now - 1, 0, -1) if now % each == 0):
+        steps = training.micro_batches * (now // micro)
+        batch = f"train_micro_batch_size_per_gpu to {micro} and gradient_accumulation_steps to {steps}"
+        smaller.append((f"set {batch}", replace(training, micro_batch=micro, micro_batches=steps)))
+    recomputed = [] if training.recompute == "full" else ["set activation_checkpointing.mode to full"]
+    for mode in ["", *recomputed]:
+        for batch, each in smaller:
+            text = "; ".join(part for part in (words, mode, batch) if part)
+            yield text[:1].upper() + text[1:], replace(each, recompute="full") if mode else each
+
+
+def _of_ranks(f: Facts) -> Iterator[_Change]:
+    """More ranks: in twice as many replicas each time, then in larger tensor groups as well."""
+    stage = 3 if f.stages == 1 else 1
+    most = f.world.hosts[0].slots
+    for tensor in (f.tensor * 2**power for power in range(4)):
+        if tensor > f.tensor and (tensor > most or any(size % tensor for size in _sliced(f).values())):
+            continue
+        keys = {"zero_optimization.stage": stage, "tensor_parallel.autotp_size": tensor}
+        larger = _with(f, keys)
+        mesh = replace(larger.mesh, tensor=tensor)
+        while mesh.world_size <= 2**16:
+            if mesh.world_size > f.world.size:
+                also = f", tensor_parallel.autotp_size {tensor}" if tensor > f.tensor else ""
+                yield f"Use {mesh.world_size} ranks with ZeRO stage {stage}{also}", replace(larger, mesh=mesh)
+            mesh = replace(mesh, data=2 * mesh.data)

@@ -14,7 +14,7 @@ from pipeline.base.user_input import exists, parse_duration
 from pipeline.data.corpus import SourceSpec
 from pipeline.job.batch import MICRO, STEPS, TRAIN, BatchRequest, resolve_batch
 from pipeline.job.data_sources import training_sources, validation_sets
-from pipeline.job.deepspeed_dict import deepspeed_dict, reduce_bucket, resolved_monitors
+from pipeline.job.deepspeed_dict import deepspeed_dict, reduce_bucket, resolved_monitors, training_of
 from pipeline.job.facts import Facts, Settings, known
 from pipeline.job.foreign_keys import DEEPSPEED_DEFAULTS
 from pipeline.job.initial_weights import InitialWeights, initial_weights
@@ -278,30 +278,8 @@ def _learning(facts: Facts, draft: Draft) -> None:
 
 def _training(facts: Facts, draft: Draft) -> Training:
     """What decides the memory of a rank."""
-    zero, batch, boundaries = facts.config.zero_optimization, known(draft.batch), known(draft.stages)
-    bucket = zero.reduce_bucket_size
-    if bucket is None:
-        resolved = reduce_bucket(facts, boundaries)
-        bucket = resolved.value if resolved else 0
-    sharded = facts.zero_stage > 0 and not facts.uses_bf16_optimizer
-    return Training(
-        mesh=known(draft.mesh),
-        boundaries=boundaries,
-        zero_stage=facts.zero_stage,
-        compute=facts.compute,
-        accumulation=facts.accumulation,
-        moments=known(draft.optimizer).moments,
-        offload_optimizer=facts.offload_device("offload_optimizer"),
-        offload_parameters=facts.offload_device("offload_param"),
-        second_shard=zero.zero_hpz_partition_size if facts.zero_stage == 3 else 1,
-        bucket=bucket if sharded else 0,
-        buckets=2 if zero.overlap_comm and facts.zero_stage < 3 and facts.stages == 1 else 1,
-        live=zero.stage3_max_live_parameters if facts.zero_stage == 3 else 0,
-        micro_batch=batch.micro_batch_size,
-        micro_batches=batch.accumulation_steps,
-        sequence_length=batch.sequence_length,
-        recompute=facts.config.activation_checkpointing.mode,
-    )
+    mesh, boundaries, moments = known(draft.mesh), known(draft.stages), known(draft.optimizer).moments
+    return training_of(facts, known(draft.batch), mesh, boundaries, moments)
 
 
 def _weights(facts: Facts, draft: Draft) -> None:

@@ -87,8 +87,9 @@ RULES: tuple[Rule, ...] = (
          "(warning)", "stages are idle until the pipeline is full", layout.micro_batches),
     Rule("ZeRO and pipeline", "ZeRO stages 2 and 3 need one pipeline stage",
          "their gradient shards are reduced per micro-batch, which a pipeline cannot", zero.zero_pipeline),
-    Rule("ZeRO keys", "An offload is asked for only at a stage that has it; other keys of other stages are "
-         "taken (note)", "without it memory is missed; people edit the stage in files that they have",
+    Rule("ZeRO keys", "An optimizer's offload is asked for only at a stage that has it; one of parameters "
+         "(warning) and other keys of other stages (note) are taken",
+         "without it memory is missed; people edit the stage in files that they have",
          zero.zero_keys),
     Rule("NVMe", "NVMe offload needs ZeRO stage 3 and a path; its keys do not act without it (note)",
          "only stage 3 swaps", zero.nvme),

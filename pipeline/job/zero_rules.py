@@ -27,8 +27,13 @@ def zero_keys(f: Facts) -> Iterable[Problem]:
         if key.name == "device" and f.settings.value(path) == "none":
             continue
         rule = f"acts at ZeRO stage {listed(acts)}, and the stage is {f.zero_stage}"
-        if key.name == "device":  # who offloads counts on the memory
-            yield f.settings.problem(path, rule, f"Set it to none, or change {STAGE}")
+        if key.name == "device":
+            # Optimizer state is most of a rank's memory, and missed. Weights are counted where they stay.
+            what, severity = (
+                ("weights stay", "warning") if "param" in path else ("optimizer state stays", "error")
+            )
+            remedy = f"Set it to none, or {STAGE} to {listed(acts)}"
+            yield f.settings.problem(path, f"{rule}: {what} on the GPU", remedy, severity=severity)
         else:
             yield f.settings.note(path, rule)
 

@@ -130,7 +130,7 @@ class WandbRun:
     next start's, and is marked as `wandb sync` marks what it has sent.
 
     Args:
-        block: ``wandb`` of the JSON.
+        block: ``wandb`` of the JSON, with its defaults.
         folder: Of the run; the record goes to `wandb` inside it.
         history: (step, row) of the steps before this start, in order.
     """
@@ -143,8 +143,8 @@ class WandbRun:
         place = Path(os.environ.get("WANDB_DIR") or folder)
         run_id = os.environ.get("WANDB_RUN_ID") or record.id
         unsent = _unsent_records(place / "wandb", run_id)
-        arguments = {"project": block.get("project", "deepspeed"), "group": block.get("group")}
-        self._run = _begin(wandb, {**arguments, "entity": block.get("team"), "id": run_id, "dir": str(place)})
+        arguments = {"project": block["project"], "group": block["group"], "entity": block["team"]}
+        self._run = _begin(wandb, arguments | {"id": run_id, "dir": str(place)})
         # Offline nothing can be asked for, and a later `wandb sync` adds to what was sent.
         self._held = record.sent_step if self._run.offline else self._run.starting_step - 1
         for step, row in history:
@@ -210,7 +210,7 @@ class CometExperiment:
     Comet keeps every point that it is sent, so steps that an earlier start has recorded are left out.
 
     Args:
-        block: ``comet`` of the JSON.
+        block: ``comet`` of the JSON, with its defaults.
         folder: Of the run; offline archives go to `comet` inside it.
         samples_per_step: Of the whole job: ``samples_log_interval`` counts samples.
     """
@@ -218,17 +218,17 @@ class CometExperiment:
     def __init__(self, block: Mapping[str, Any], folder: Path, record: Record, samples_per_step: int) -> None:
         import comet_ml
 
-        separate = block.get("mode") == "create"
-        named = block.get("experiment_key") or os.environ.get("COMET_EXPERIMENT_KEY")
+        separate = block["mode"] == "create"
+        named = block["experiment_key"] or os.environ.get("COMET_EXPERIMENT_KEY")
         archives = os.environ.get("COMET_OFFLINE_DIRECTORY") or str(folder / "comet")
-        arguments = {name: block.get(name) for name in ("api_key", "project", "workspace", "mode")}
+        arguments = {name: block[name] for name in ("api_key", "project", "workspace", "mode")}
         arguments["experiment_key"] = named or (None if separate else record.id)
         arguments["experiment_config"] = comet_ml.ExperimentConfig(offline_directory=archives)
-        self._experiment = _start_comet(comet_ml, arguments, block.get("online"))
-        if name := block.get("experiment_name"):
+        self._experiment = _start_comet(comet_ml, arguments, block["online"])
+        if name := block["experiment_name"]:
             self._experiment.set_name(name)
         self._held = 0 if separate else record.last_step
-        self._interval = -(-int(block.get("samples_log_interval", 100)) // samples_per_step)
+        self._interval = -(-block["samples_log_interval"] // samples_per_step)
         self._logged: dict[str, int] = {}
 
     def log(self, step: int, row: Row, *, late: bool = False) -> None:
@@ -244,11 +244,11 @@ class CometExperiment:
         self._experiment.end()
 
 
-def _start_comet(comet_ml: ModuleType, arguments: dict[str, Any], online: bool | None) -> Any:
+def _start_comet(comet_ml: ModuleType, arguments: dict[str, Any], online: bool) -> Any:
     try:
         return comet_ml.start(**arguments, online=online)
     except Exception as error:  # of whatever library Comet talks with
-        if online is False:
+        if not online:
             raise
         reason = str(error).partition("\n")[0]
         logger.warning(f"Comet: {reason}. This start is recorded offline; `comet upload` sends it later")

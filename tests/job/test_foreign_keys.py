@@ -140,6 +140,17 @@ def test_an_offload_that_the_stage_lacks_is_refused(tmp_path: Path) -> None:
     assert draft(tmp_path, {ZERO: {"stage": 0, "offload_optimizer": OFFLOAD | {"device": "none"}}}).job
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_parameters_that_the_stage_does_not_offload_are_counted_on_the_gpu(
+    stage: int, tmp_path: Path
+) -> None:
+    given = {ZERO: {"stage": stage, "offload_param": {"device": "nvme", "nvme_path": "/nvme"}}}
+    made, plain = draft(tmp_path, given), draft(tmp_path, {ZERO: {"stage": stage}})
+    (warning,) = (problem for problem in made.problems if problem.severity == "warning")
+    assert "weights stay on the GPU" in warning.rule and made.memory == plain.memory
+    assert made.job and made.job.deepspeed == plain.job.deepspeed
+
+
 def test_overlap_is_off_under_pipelines(tmp_path: Path) -> None:
     job, notes = taken(tmp_path, {ZERO: {"stage": 1, "overlap_comm": True}, "pipeline": {"stages": 2}})
     assert job.deepspeed[ZERO]["overlap_comm"] is False

@@ -13,9 +13,12 @@ from typing import Any
 
 import pytest
 
+from pipeline.base.json_reader import Document
+from pipeline.job.deepspeed_dict import resolved_monitors
+from pipeline.job.facts import Settings
 from pipeline.training.tracked_runs import Start, tracked_runs
 
-BLOCKS = {"wandb": {"enabled": True, "project": "p", "group": "g", "team": "t"}}
+BLOCKS = {"wandb": {"project": "p", "group": "g", "team": "t"}}
 
 
 class Wandb(SimpleNamespace):
@@ -90,7 +93,9 @@ class Job:
         recorded = max(self.lines, default=0)
         self.lines = {step: row for step, row in self.lines.items() if step < first}
         start = Start(self.folder, first - 1, recorded, due, samples_per_step=8)
-        (run,) = tracked_runs(self.blocks, start, list(self.lines.items()))
+        given = {key: {"enabled": True, **block} for key, block in self.blocks.items()}
+        blocks = resolved_monitors(Settings(Document("ds.json", given)), str(self.folder))
+        (run,) = tracked_runs(blocks, start, list(self.lines.items()))
         if due:
             run.log(first - 1, {"eval/loss": 0.5}, late=True)
         for step in range(first, last + 1):
@@ -199,24 +204,24 @@ def comet(monkeypatch) -> Comet:
 
 
 def test_comet_has_one_experiment_with_each_point_once(comet, tmp_path):
-    job = Job(tmp_path, {"comet": {"enabled": True, "project": "p", "samples_log_interval": 8}})
+    job = Job(tmp_path, {"comet": {"project": "p", "samples_log_interval": 8}})
     job.start(1, 6)
     comet.reachable = False
     job.start(5, 9)
     ((key, points),) = comet.points.items()
     assert points == list(range(1, 10)) and len(key) == 32 and key.isalnum()
     archives = str(tmp_path / "comet")
-    assert [start["online"] for start in comet.starts] == [None, None, False]
+    assert [start["online"] for start in comet.starts] == [True, True, False]
     assert {start["archives"] for start in comet.starts} == {archives}
 
 
 def test_comets_interval_counts_samples(comet, tmp_path):
-    Job(tmp_path, {"comet": {"enabled": True, "samples_log_interval": 20}}).start(1, 8)
+    Job(tmp_path, {"comet": {"samples_log_interval": 20}}).start(1, 8)
     assert list(comet.points.values()) == [[1, 4, 7]]
 
 
 def test_comet_makes_an_experiment_for_each_start_where_asked_to(comet, tmp_path):
-    job = Job(tmp_path, {"comet": {"enabled": True, "mode": "create", "samples_log_interval": 1}})
+    job = Job(tmp_path, {"comet": {"mode": "create", "samples_log_interval": 1}})
     job.start(1, 3)
     job.start(3, 4)
     assert list(comet.points.values()) == [[1, 2, 3], [3, 4]]
