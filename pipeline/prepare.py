@@ -30,7 +30,15 @@ from pipeline.data.token_file import TokenFile, open_token_file, remarks
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.data.tokenizer_folder import BESIDE_TOKENS, chosen_tokenizer, tokenizer_facts
 from pipeline.data.tokenizer_training import train_tokenizer
-from pipeline.job.options import BadRecord, Count, Gigabytes, Name, PathName, read_command_line
+from pipeline.job.options import (
+    BadRecord,
+    Count,
+    Gigabytes,
+    LostCharacters,
+    Name,
+    PathName,
+    read_command_line,
+)
 from pipeline.job.report import console, print_interruption, print_problems
 
 PROGRAM = "python -m pipeline.prepare"
@@ -44,8 +52,8 @@ class PrepareOptions:
     """Turn text into token files, PREFIX.bin and PREFIX.idx in Megatron's format, for --data PREFIX."""
 
     inputs: Annotated[tuple[PathName, ...], tyro.conf.Positional, tyro.conf.arg(metavar="INPUT [INPUT ...]")]
-    """What --data of a run takes: text, .jsonl[.gz|.zst] and .parquet files, folders of them, saved datasets,
-    hub:NAME. With --inspect alone, token files."""
+    """What --data of a run takes: text files, .jsonl, .ndjson and .json with an object on each line (also .gz
+    and .zst), .parquet, folders of them, saved datasets, hub:NAME. With --inspect alone, token files."""
     output: PathName | None = None
     """PREFIX of the files to make."""
     tokenizer: PathName | None = None
@@ -56,6 +64,9 @@ class PrepareOptions:
     """The field of JSON lines, and the column of Parquet files and datasets, that holds the text."""
     on_bad_record: BadRecord = "stop"
     """stop: the first record that cannot be used ends it with a message; skip: they are counted."""
+    on_lost_characters: LostCharacters = "stop"
+    """stop: texts of which the tokenizer does not keep a fifth of the characters, or which become its unknown
+    token in a fifth of the ids, are refused; continue: they are used, with a warning."""
     document_separator: Name | None = None
     """What stands between two documents inside a text, "<|endoftext|>" say; with it goes the line break that
     follows. None: each file, line or row is one document."""
@@ -146,7 +157,12 @@ def _prepare_local(options: PrepareOptions, prefix: str, corpus: Corpus) -> None
     if corpus.token_files:
         rule, remedy = "holds tokens already", "Give text, or use it with --data as it is"
         raise JobError(Problem("inputs", name, rule, remedy) for name in corpus.token_files)
-    rules = Rules(options.text_field, options.on_bad_record, options.document_separator)  # type: ignore[arg-type]
+    rules = Rules(
+        options.text_field,
+        options.on_bad_record,  # type: ignore[arg-type]
+        options.document_separator,
+        options.on_lost_characters,  # type: ignore[arg-type]
+    )
     folder = Path(f"{prefix}{BESIDE_TOKENS}")
     tokenizer = _tokenizer(options, corpus, rules, folder)
     workers = options.workers or usual_workers(corpus)

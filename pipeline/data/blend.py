@@ -418,7 +418,8 @@ def _unknown_sources(sources: Sequence[BlendSource], saved: BlendState) -> list[
             source.name,
             f"holds other tokens (fingerprint {source.fingerprint}) than the checkpoint was trained on "
             f"({gone[source.name].fingerprint}), and its position does not apply to them",
-            "Restore the data, give it another name in --data_blend, or begin a run in another --output_dir",
+            "Restore the data (of a folder that now gives more files, name each of the earlier ones), give "
+            "it another name in --data_blend, or begin a run in another --output_dir",
         )
         for source in sources
         if source.fingerprint not in known and source.name in gone

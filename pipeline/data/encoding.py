@@ -17,6 +17,7 @@ import numpy as np
 
 from pipeline.base.problems import JobError, Problem
 from pipeline.base.words import few
+from pipeline.data.losses import Losses
 from pipeline.data.records import Task, separator_pattern
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.data.tokenizer_folder import END
@@ -39,6 +40,7 @@ class Encoded:
         bad: (name, reason) of records that cannot be used, in order.
         empty: (name, reason) of records without a document.
         characters: Of the texts.
+        losses: What the tokens do not keep of them.
         end_markers: How often the texts hold, as letters, what ends a document.
     """
 
@@ -47,6 +49,7 @@ class Encoded:
     bad: tuple[tuple[str, str], ...]
     empty: tuple[tuple[str, str], ...]
     characters: int
+    losses: Losses
     end_markers: int
 
 
@@ -89,19 +92,24 @@ class Encoder:
         pieces: list[np.ndarray] = []
         lengths: list[int] = []
         end = np.array([self.tokenizer.end_of_document])
-        batch = self.tokenizer.encode_batch([text for _, text in texts])
+        documents = [text for _, text in texts]
+        batch = self.tokenizer.encode_batch(documents)
+        losses = self.tokenizer.losses(documents, batch)
         for number, ((name, _), ids) in enumerate(zip(texts, batch, strict=True), 1):
             if (ids == end).any():
                 raise JobError([_ends_itself(self.tokenizer, name)])
             closed = task.closed or number < len(texts)
+            if closed and not len(ids) and not (task.continued and number == 1):
+                empty.append((name, "the tokenizer keeps nothing of it"))
+                continue
             pieces += [ids, end] if closed else [ids]
             lengths.append(len(ids) + closed)
         tokens = np.concatenate(pieces, dtype=self.dtype, casting="unsafe") if pieces else end[:0]
         markers = sum(
-            text.count(marker) for marker in {END, self.tokenizer.facts.eos_token} for _, text in texts
+            text.count(marker) for marker in {END, self.tokenizer.facts.eos_token} for text in documents
         )
-        characters = sum(len(text) for _, text in texts)
-        return Encoded(tokens, tuple(lengths), tuple(bad), tuple(empty), characters, markers)
+        characters = sum(map(len, documents))
+        return Encoded(tokens, tuple(lengths), tuple(bad), tuple(empty), characters, losses, markers)
 
     def _documents(self, text: str, task: Task) -> list[str]:
         """The documents of a record, or the parts of them that a part of a long text has."""

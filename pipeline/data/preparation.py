@@ -23,6 +23,7 @@ from pipeline.base.files import file_lock, sync_folder
 from pipeline.base.problems import JobError, Problem, job_error
 from pipeline.data.corpus import Corpus, no_document
 from pipeline.data.encoding import Encoded, Encoder, encode_tasks
+from pipeline.data.losses import REFUSED
 from pipeline.data.records import Task, read_tasks
 from pipeline.data.token_file import TokenFile, join_token_files, open_token_file, token_problems
 from pipeline.data.token_writer import Counts, TokenWriter, finish_interrupted
@@ -37,6 +38,13 @@ FORMAT = 2
 _SMALL = 16 << 20
 _PROGRESS_SECONDS = 1.0
 DEFAULT_WAIT = 1800.0
+# Characters after which texts of which too much is lost are refused, before all of them are read.
+_ENOUGH = 50_000_000
+# Of `Counts`, in PREFIX.json.
+_TOLD_COUNTS = (
+    *("documents", "tokens", "characters", "lost_characters", "unknown_tokens", "lost_examples"),
+    *("end_markers", "longest", "max_token"),
+)
 # The token files inside a cache folder.
 _NAME = "tokens"
 
@@ -49,15 +57,20 @@ class Rules:
         text_field: JSON field or column that holds the text.
         on_bad_record: Whether a record that cannot be used stops the preparation or is skipped and counted.
         document_separator: What stands between documents inside a record; None: a record is a document.
+        on_lost_characters: Whether texts of which the tokenizer does not keep `REFUSED` stop the preparation.
     """
 
     text_field: str = "text"
     on_bad_record: Literal["stop", "skip"] = "stop"
     document_separator: str | None = None
+    on_lost_characters: Literal["stop", "continue"] = "stop"
 
     def to_json(self) -> dict[str, str]:
         """The rules that hold, so that an option that is not used leaves no trace."""
-        return {key: value for key, value in asdict(self).items() if value is not None}
+        unused = {"document_separator": None, "on_lost_characters": "stop"}
+        return {
+            key: value for key, value in asdict(self).items() if key not in unused or unused[key] != value
+        }
 
 
 @dataclass(frozen=True)
@@ -143,6 +156,7 @@ def write_tokens(
                 writer.counts.skip(entry.path, entry.reason)
         try:
             _write_all(writer, corpus, encoder, rules, workers, progress)
+            _require_fit(writer.counts, tokenizer, rules)
             if not writer.counts.documents:
                 raise JobError([no_document(corpus.name, writer.counts.skipped)])
         except JobError:
@@ -191,6 +205,8 @@ def _write_all(
             problems += _add(writer, task, result, rules)
             if problems:
                 break  # those of one task, about a megabyte, are reported together
+            if writer.counts.characters >= _ENOUGH:
+                _require_fit(writer.counts, encoder.tokenizer, rules)
             if task.after is not None:
                 writer.commit_sometimes(task.after)
             meter.update(task.bytes_done)
@@ -216,8 +232,22 @@ def _add(writer: TokenWriter, task: Task, result: Encoded, rules: Rules) -> list
         writer.counts.skip(name, reason)
     writer.write(result.tokens, result.lengths, task.closed)
     writer.counts.characters += result.characters
+    writer.counts.lose(result.losses)
     writer.counts.end_markers += result.end_markers
     return problems
+
+
+def _require_fit(counts: Counts, tokenizer: Tokenizer, rules: Rules) -> None:
+    """Raises JobError if the tokenizer does not keep enough of the texts so far."""
+    sizes = counts.characters, counts.tokens
+    if rules.on_lost_characters == "continue" or counts.losses.share(*sizes) < REFUSED:
+        return
+    rule = f"{counts.losses.told(*sizes)}; from {REFUSED:.0%} on that is refused"
+    remedy = (
+        "Give a tokenizer that was made for such text (python -m pipeline.prepare --train_tokenizer makes "
+        "one), or --on_lost_characters continue"
+    )
+    raise job_error("tokenizer", tokenizer.facts.name, rule, remedy)
 
 
 class _Meter:
@@ -256,10 +286,7 @@ def _description(
         "format": "MMIDIDX 1",
         "identity": identity,
         "dtype": dtype.name,
-        **{
-            key: known[key]
-            for key in ("documents", "tokens", "characters", "end_markers", "longest", "max_token")
-        },
+        **{key: known[key] for key in _TOLD_COUNTS},
         "tokenizer": {
             "identity": tokenizer.identity,
             "vocab_size": tokenizer.vocab_size,

@@ -32,6 +32,7 @@ import numpy as np
 from pipeline.base.problems import Problem, job_error
 from pipeline.base.words import few
 from pipeline.data.corpus import Skipped
+from pipeline.data.losses import TOLD, Losses
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -390,7 +391,27 @@ def remarks(description: Mapping[str, Any]) -> tuple[str, ...]:
             "encoded as letters and end nothing. If they stand between documents, give them with "
             "--document_separator"
         )
+    losses = Losses(
+        *(description.get(key, 0) for key in ("lost_characters", "unknown_tokens")),
+        description.get("lost_examples", ""),
+    )
+    sizes = description.get("characters", 0), description.get("tokens", 0)
+    if losses.share(*sizes) >= TOLD:
+        lines.append(f"WARNING: {losses.told(*sizes)}. A tokenizer made for such text keeps it")
     return tuple(lines)
+
+
+def described_remarks(prefix: str) -> tuple[str, ...]:
+    """Sentences about the tokens of ``PREFIX``, which are not opened.
+
+    Raises:
+        JobError: PREFIX.json is damaged.
+    """
+    try:
+        return remarks(_description(Path(f"{prefix}.json")))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        rule = f"{prefix}.json is damaged ({type(error).__name__}: {error})"
+        raise job_error("data", prefix, rule, "Download or prepare the files again") from error
 
 
 def _description(path: Path) -> dict[str, Any]:

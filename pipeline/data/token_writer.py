@@ -24,6 +24,7 @@ import numpy as np
 from pipeline.base.files import file_lock, replaced_atomically, sync_folder
 from pipeline.base.problems import job_error
 from pipeline.data.corpus import Skipped
+from pipeline.data.losses import Losses
 from pipeline.data.records import ReadPosition
 from pipeline.data.token_file import write_index
 
@@ -41,6 +42,7 @@ class Counts:
         documents: Written.
         tokens: Written, ends of documents included.
         characters: Of the texts.
+        lost_characters, unknown_tokens, lost_examples: What the tokens do not keep of them, see `Losses`.
         end_markers: How often the texts hold, as letters, what ends a document.
         longest: Tokens of the longest document.
         max_token: Highest id.
@@ -52,12 +54,26 @@ class Counts:
     documents: int = 0
     tokens: int = 0
     characters: int = 0
+    lost_characters: int = 0
+    unknown_tokens: int = 0
+    lost_examples: str = ""
     end_markers: int = 0
     longest: int = 0
     max_token: int = 0
     num_skipped: int = 0
     skipped: list[Skipped] = field(default_factory=list)
     seconds: float = 0.0
+
+    @property
+    def losses(self) -> Losses:
+        """What the tokens do not keep of the texts."""
+        return Losses(self.lost_characters, self.unknown_tokens, self.lost_examples)
+
+    def lose(self, losses: Losses) -> None:
+        """Count what was lost of more texts."""
+        known = self.losses + losses
+        self.lost_characters, self.unknown_tokens = known.characters, known.unknown
+        self.lost_examples = known.examples
 
     def skip(self, name: str, reason: str) -> None:
         """Count a record or file without a document."""

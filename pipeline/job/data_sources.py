@@ -24,7 +24,8 @@ from pipeline.base.json_reader import read_json
 from pipeline.base.problems import JobError, Problem
 from pipeline.base.user_input import exists
 from pipeline.data.corpus import SourceSpec, data_problems
-from pipeline.data.inputs import is_remote, readable
+from pipeline.data.inputs import is_remote, readable, token_prefix
+from pipeline.data.token_file import described_remarks
 from pipeline.job.options import Name, Options, PathName
 
 # How far from 1 the weights' sum may be: thirds written with six digits are meant well.
@@ -93,6 +94,19 @@ def path_problems(key: str, sources: Iterable[SourceSpec], written: Sequence[str
     """
     for source in sources:
         yield from (replace(problem, key=key) for problem in data_problems(source.paths, written))
+        for prefix in filter(None, map(token_prefix, source.paths)):
+            yield from (replace(problem, key=key) for problem in _remarked(prefix))
+
+
+def _remarked(prefix: str) -> list[Problem]:
+    """What was found when token files were prepared."""
+    try:
+        return [
+            Problem("data", prefix, line.removeprefix("WARNING: "), "", "warning")
+            for line in described_remarks(prefix)
+        ]
+    except JobError as error:
+        return list(error.problems)
 
 
 def _weighted(entry: str) -> tuple[str, Fraction] | None:

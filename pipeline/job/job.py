@@ -98,7 +98,8 @@ class DataSpec:
         validation: Named sets, evaluated whole.
         tokenizer: What its folder said; the run and its checkpoints keep a copy.
         model_has_tokenizer: It is the one in the model's folder, because nothing else was named.
-        text_field, on_bad_record, document_separator, document_mask, mask_document_end: As the options say.
+        text_field, on_bad_record, on_lost_characters, document_separator, document_mask, mask_document_end:
+            As the options say.
         held_out_fraction: Share of each source's documents that is held out, 0 to below 1.
         eval_samples: Per evaluation, of each set; 0 = none.
         cache_folder: Where copies of remote objects are kept, on a disk of each host.
@@ -112,6 +113,7 @@ class DataSpec:
     text_field: str
     on_bad_record: Literal["stop", "skip"]
     document_separator: str | None
+    on_lost_characters: Literal["stop", "continue"]
     document_mask: bool
     mask_document_end: bool
     held_out_fraction: float

@@ -38,6 +38,7 @@ Share = Annotated[float, Limits(0, 1, below=True)]
 Gigabytes = Annotated[float, Limits(0, inf, above=True, below=True)]
 Name = Annotated[str, Limits(filled=True)]
 PathName = Annotated[str, Limits(filled=True, path=True)]
+LostCharacters = Annotated[str, Limits(choices=("stop", "continue"))]
 BadRecord = Annotated[str, Limits(choices=("stop", "skip"))]
 LONGEST_DAYS = 36500  # of --time_limit
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
@@ -56,10 +57,10 @@ class Options:
     """Preset name, or a Hugging Face folder, whose weights and tokenizer are used where it has some, or a
     config.json, for random weights. auto: tiny on CPU, gpt2-124m on GPU."""
     data: tuple[PathName, ...] = ()
-    """What to train on: text, .jsonl[.gz|.zst] and .parquet files, folders of them, saved datasets folders,
-    the PREFIX of Megatron token files, hub:NAME; files, folders and PREFIX at s3://, gs:// and http(s)://
-    addresses, too. PATH=WEIGHT for each: a blend of sources with these shares of the samples. None: the
-    source text of Python's standard library."""
+    """What to train on: text files, .jsonl, .ndjson and .json with an object on each line (also with .gz or
+    .zst), .parquet, folders of them, saved datasets folders, the PREFIX of Megatron token files, hub:NAME;
+    files, folders and PREFIX at s3://, gs:// and http(s):// addresses, too. PATH=WEIGHT for each: a blend of
+    sources with these shares of the samples. None: the source text of Python's standard library."""
     data_blend: PathName | None = None
     """JSON of named sources and weights, instead of --data:
     {"sources": [{"name": "books", "data": "books.txt", "weight": 0.7}, ...]}."""
@@ -72,6 +73,9 @@ class Options:
     """The field of JSON lines, and the column of Parquet files and datasets, that holds the text."""
     on_bad_record: BadRecord = "stop"
     """stop: a record that cannot be used ends the run with a message; skip: it is left out and counted."""
+    on_lost_characters: LostCharacters = "stop"
+    """stop: texts of which the tokenizer does not keep a fifth of the characters, or which become its unknown
+    token in a fifth of the ids, are refused; continue: they are used, with a warning."""
     document_separator: Name | None = None
     """What stands between two documents inside a text, "<|endoftext|>" say; with it goes the line break that
     follows. None: each file, line or row is one document."""

@@ -378,6 +378,7 @@ def _data(facts: Facts, draft: Draft, output_dir: str) -> DataSpec:
         text_field=options.text_field,
         on_bad_record=options.on_bad_record,  # type: ignore[arg-type]
         document_separator=options.document_separator,
+        on_lost_characters=options.on_lost_characters,  # type: ignore[arg-type]
         document_mask=options.document_mask,
         mask_document_end=options.mask_document_end,
         held_out_fraction=options.held_out_fraction,

@@ -134,7 +134,7 @@ def _data_settings(job: Job) -> DataSettings:
         cache_folder=Path(job.output_dir) / "data",
         document_mask=spec.document_mask,
         mask_document_end=spec.mask_document_end,
-        rules=Rules(spec.text_field, spec.on_bad_record, spec.document_separator),
+        rules=Rules(spec.text_field, spec.on_bad_record, spec.document_separator, spec.on_lost_characters),
         written=(job.output_dir, spec.cache_folder),
     )
 

@@ -15,10 +15,10 @@ MANY_PASSES = 4
 
 def start_lines(job: Job, data: TrainingData, selection: Selection) -> list[str]:
     """The data, the layout, and where the weights come from."""
-    return [*data.summary(), *_repetition(job, data), *_parallelism(job), *_origin(job, selection)]
+    return [*data.summary(), *repetition_lines(job, data), *_parallelism(job), *_origin(job, selection)]
 
 
-def _repetition(job: Job, data: TrainingData) -> list[str]:
+def repetition_lines(job: Job, data: TrainingData) -> list[str]:
     """How often the whole run goes over each source, and whether repeating stops to help."""
     samples = job.train_steps * job.batch.tokens_per_step / job.batch.sequence_length
     lines = []

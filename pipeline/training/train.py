@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from pipeline.base.problems import JobError
 from pipeline.base.words import counted
 from pipeline.checkpoints.copies import CopiesDiffer, CopyCheck
 from pipeline.checkpoints.saver import Saver
@@ -123,8 +124,11 @@ def _summarize(loop: Loop, prepared: Prepared) -> None:
         logger.info(line)
     prompt, count = job.reporting.sample_prompt, job.reporting.sample_tokens
     if count > 0:
-        text = sample_text(loop.engine, job, prepared.data.tokenizer, prompt, count)
-        logger.info(f"sample:\n{text}\n")
+        try:
+            text = sample_text(loop.engine, job, prepared.data.tokenizer, prompt, count)
+            logger.info(f"sample:\n{text}\n")
+        except JobError as error:  # on all ranks alike, and the run is as good as without a sample
+            logger.info(f"no sample of {prompt!r}: {error}")
     logger.info(f"finished {counted(done, 'step')}; {continue_hint(job, done)}")
 
 
@@ -135,7 +139,7 @@ def sample_text(engine: TrainEngine, job: Job, tokenizer: Tokenizer, prompt: str
     """
     generator = torch.Generator().manual_seed(job.seed)
     length = job.batch.sequence_length
-    text = tokenizer.encode(prompt).tolist()
+    text = tokenizer.encode(prompt).tolist() or [tokenizer.end_of_document]
     for _ in range(count):
         window = torch.tensor(text[-length:])
         tokens = torch.zeros(job.batch.micro_batch_size, length, dtype=torch.int64)

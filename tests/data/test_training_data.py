@@ -1,5 +1,7 @@
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from pipeline.base.problems import JobError
 from pipeline.data.order import split_documents
 from pipeline.data.training_data import DataSettings, TrainingData, load_data
 from pipeline.job.data_sources import one_source
+from pipeline.training.summary import repetition_lines
 
 
 @pytest.mark.parametrize(
@@ -80,6 +83,31 @@ def test_summary_names_sizes_the_tail_and_what_is_left_aside(texts: Path) -> Non
     assert "bad.txt (not UTF-8 at byte 0)" in said
     assert "none.txt (empty)" in said
     assert "left out: 1 .csv" in said
+
+
+def test_a_resume_says_that_a_folder_gives_more_than_before(texts: Path) -> None:
+    """As one of an earlier version does, which did not read lines of JSON in files that end in .json."""
+    settings = DataSettings(16, 1, 0.25, 257, cache_folder=texts / "cache")
+    paths = sorted(map(str, texts.glob("*.txt")))
+    before = load_data(one_source([str(texts)]), settings)
+    saved = before.order.state(3)
+    (texts / "lines.json").write_text('{"text": "more"}\n{"text": "and more"}\n')
+    with pytest.raises(JobError, match=r"holds other tokens .*name each of the earlier ones"):
+        load_data(one_source([str(texts)]), settings, saved=saved, position=3)
+    resumed = load_data(one_source(paths), settings, saved=saved, position=3)
+    assert resumed.fingerprint == before.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [(10, "0.5 times over {}"), (81, "4.0 times over {} and will memorise it: give it more")],
+)
+def test_a_run_says_how_often_it_repeats_each_source(texts: Path, steps: int, said: str) -> None:
+    data = load(texts, fraction=0)
+    samples = data.train.sources[0].dataset.samples_per_epoch
+    batch = SimpleNamespace(tokens_per_step=samples * 16 // 20, sequence_length=16)
+    job: Any = SimpleNamespace(train_steps=steps, batch=batch)
+    assert repetition_lines(job, data) == [f"this run goes {said.format(texts)}"]
 
 
 def test_a_held_out_share_far_from_what_was_asked_is_said(tmp_path: Path) -> None:
