@@ -24,6 +24,7 @@ if __name__ == "__main__":
     # Until it listens, an interrupt ends it as any other signal does: its agent tells, not a traceback.
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # its agent asks it to save
 
 from pipeline.base.problems import EXIT_FAILED, EXIT_STOPPED, EXIT_WRONG_JOB, JobError
 from pipeline.cluster.agent.rank_link import Inherited, RankLink, connect, split_inherited

@@ -74,8 +74,10 @@ def machine(request: Request) -> dict[str, Any]:
 
 
 def python(request: Request) -> dict[str, Any]:
-    """The interpreter that runs this."""
-    return {"version": platform.python_version(), "path": sys.executable}
+    """The interpreter that runs this, by the name that the asker has for it, if there it is, too."""
+    asked, path = Path(request.get("python", sys.executable)), Path(sys.executable)
+    same = asked.parent == path.parent and asked.exists()
+    return {"version": platform.python_version(), "path": str(asked if same else path)}
 
 
 def packages(request: Request) -> dict[str, Any]:

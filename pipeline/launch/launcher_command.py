@@ -20,7 +20,16 @@ from pipeline.cluster.world import available_cores
 from pipeline.job.world import LOOPBACK, World
 
 SCRIPT = Path(__file__).resolve().parents[1] / "pretrain.py"
-DEEPSPEED = (sys.executable, "-m", "deepspeed.launcher.runner")
+
+
+def _other_name(python: Path) -> str:
+    """The same program by the name that has its version, if there is one beside it. Ctrl-C of a plain
+    ``deepspeed`` ends what runs on its hosts as `PYTHON -u -m deepspeed.launcher.launch`, of any job."""
+    other = python.with_name(f"python{sys.version_info.major}.{sys.version_info.minor}")
+    return str(other if other.exists() and other.samefile(python) else python)
+
+
+DEEPSPEED = (_other_name(Path(sys.executable)), "-m", "deepspeed.launcher.runner")
 # DeepSpeed's own default. Where hosts are started one by one, all must know it beforehand; otherwise the
 # coordinator replaces it by a port that is free on the first host.
 REMOTE_MASTER_PORT = 29500

@@ -174,9 +174,10 @@ class LauncherProcess:
         if self._coordinator is None:
             self._before_ranks = not request_stop(launcher, number)
         elif not self._coordinator.stop(number.name):
-            # Nothing to save yet: the launcher ends what it has begun.
+            # Nothing to save yet. At a SIGTERM DeepSpeed's launcher would end by name, on all hosts, the
+            # launchers of this user's other jobs, too; agents end where they find no key or no coordinator.
             with contextlib.suppress(ProcessLookupError):
-                os.kill(launcher, signal.SIGTERM)
+                os.kill(launcher, signal.SIGKILL if self._coordinator.everywhere else signal.SIGTERM)
 
     def _end_at_once(self) -> None:
         """Kill the ranks of every host."""

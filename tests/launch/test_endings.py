@@ -142,6 +142,20 @@ def test_a_stop_before_there_are_ranks_says_so(
     assert "without reporting" not in said
 
 
+def test_an_early_stop_ends_no_other_job(tmp_path: Path) -> None:
+    """At a SIGTERM DeepSpeed's launcher goes to its hosts, and kills by name."""
+    script = tmp_path / "launcher.py"
+    script.write_text(
+        "import os, pathlib, signal, time\n"
+        f"signal.signal(signal.SIGTERM, lambda *_: pathlib.Path({str(tmp_path / 'killed')!r}).touch())\n"
+        "os.kill(os.getppid(), signal.SIGINT); time.sleep(60)"
+    )
+    coordinator = Coordinator(CoordinatorSettings(2, "token", 60.0, None), everywhere=True)
+    launch = Launch((sys.executable, str(script)), dict(os.environ), 7)
+    assert run_launch(launch, tmp_path, 20.0, coordinator).exit_code == 3
+    assert not (tmp_path / "killed").exists()
+
+
 def test_agents_say_by_their_exit_code_that_ranks_had_not_begun() -> None:
     """Where each host has a launch of its own, and no rank knew its output folder yet."""
     assert conclude(None, LauncherExit(3, signal.SIGTERM, killed=False)).exit_code == 3

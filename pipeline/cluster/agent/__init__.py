@@ -28,7 +28,9 @@ What ends what:
     a rank fails             the coordinator names the first failure, and orders agents to end their ranks:
                              these get a grace, and are then killed with everything that they have started
     an agent ends            the system kills its rank; the coordinator ends the others
-    the launcher ends        agents look at their parent, `./launch.sh` at its child: both end the ranks
+    the launcher ends        agents look at their parent, and over DeepSpeed's at the ssh that has started it;
+                             `./launch.sh` at its child: both end the ranks, which save first where there is
+                             no `./launch.sh`
     the coordinator ends     its agents lose it, and each ends its rank
     a host, a cable          both sides notice the silence, and each ends what it has
     all ranks have ended     the coordinator concludes the outcome; agents write it, and leave with its code

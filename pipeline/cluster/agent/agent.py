@@ -1,8 +1,9 @@
 """The owner of one rank: a small process that starts it, ends it, and reports to the coordinator.
 
-The rank ends when its agent's parent is gone, when the coordinator is gone or orders it, and (by the system)
-when the agent itself is gone. The agent exits when the coordinator has heard of every rank: a launcher ends
-the other ranks as soon as one process has exited with a code other than 0, and they may be saving.
+The rank ends when the coordinator is gone or orders it, when what has started its agent is gone, and (by the
+system) when the agent itself is gone. The agent exits when the coordinator has heard of every rank: a
+launcher ends the other ranks as soon as one process has exited with a code other than 0, and they may be
+saving.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from pipeline.cluster.agent.launch_spec import (
     placed,
     split_launch_spec,
 )
+from pipeline.cluster.agent.owned_process import LaunchLine
 from pipeline.cluster.agent.rank_link import OPTION
 from pipeline.cluster.agent.rank_output import forget_old_starts, is_start_name
 from pipeline.cluster.agent.rank_process import RankProcess
@@ -42,6 +44,9 @@ from pipeline.cluster.outcome import Outcome, read_outcome, write_outcome
 from pipeline.cluster.rank_environment import RankEnvironment, free_port
 
 _TICK_SECONDS = 0.2
+_LOOK_UP_SECONDS = 1.0
+# For ranks that nobody waits for to save; as long as `--stop_timeout`.
+SAVE_SECONDS = 300.0
 
 
 def own_rank(argv: Sequence[str]) -> None:
@@ -111,6 +116,10 @@ class Agent:
         self._limits = Limits.of(spec.failure_timeout)
         self._signals: list[int] = []
         self._parent = os.getppid()
+        # A launch looks at its own launcher. What of that is on other hosts only their agents see.
+        self._line = LaunchLine(self._parent, has_launch=bool(spec.port))
+        self._next_look_up = 0.0
+        self._is_left = False  # nobody waits for this rank any more
         self._selector = selectors.DefaultSelector()
         self._coordinator = self._own_coordinator()
         self._client = CoordinatorClient(spec, self._key, environment, self._hello(), self._limits)
@@ -226,6 +235,8 @@ class Agent:
     def _pass_signals_on(self) -> None:
         while self._signals:  # one may arrive at any time
             number = self._signals.pop(0)
+            if number == signal.SIGHUP:  # of a terminal; ranks do not take it
+                number = signal.SIGTERM
             self._stop(number)
             if number in (signal.SIGTERM, signal.SIGUSR1):  # this host may be taken away: all are to save
                 self._client.send(signal=signal.Signals(number).name, **{"is": "signal"})
@@ -297,8 +308,8 @@ class Agent:
     def _look_after_rank(self) -> None:
         now = time.monotonic()
         self._client.beat(now)
-        if os.getppid() != self._parent and self._reported is None:
-            self._give_up("the launcher that started it is gone", "launcher")
+        if not self._is_left and self._reported is None:
+            self._look_up(now)
         if trouble := self._output.new_trouble():
             self._client.send(text=trouble, **{"is": "trouble"})
         for line in self._probe.answers() if self._probe is not None else ():
@@ -309,6 +320,28 @@ class Agent:
             self._kill()
         if self._rank.has_ended() and self._reported is None:
             self._report_end()
+
+    def _look_up(self, now: float) -> None:
+        """See whether all is there that has started this. A launch ends the job then, and may start it again;
+        without one there is nobody who would, and ranks save first."""
+        if os.getppid() != self._parent:
+            gone = "the launcher that started it is gone"
+        elif now < self._next_look_up:
+            return
+        elif origin := self._line.broken():
+            gone = f"{origin} is gone"
+        else:
+            self._next_look_up = now + _LOOK_UP_SECONDS
+            return
+        self._is_left = True
+        if self._spec.port:
+            self._give_up(gone, "launcher")
+            return
+        self._output.log(f"[agent] {gone}; the rank is asked to save and end\n".encode())
+        self._stop(signal.SIGTERM)
+        text = f"rank {self._environment.rank}: {gone}"
+        self._client.send(signal=signal.SIGTERM.name, text=text, **{"is": "signal"})
+        self._kill_at = now + SAVE_SECONDS
 
     def _end_probe(self) -> None:
         if self._probe is not None:

@@ -266,7 +266,8 @@ class Coordinator:
             kind, step, text = message["kind"], message["step"], message.get("text", "")
             self._fail(Failure(kind, state.rank, step, message["message"], text, time.monotonic()))
         elif what == "signal" and self._stop is None and state.ending is None:
-            logger.info(f"{message['signal']} on {state.name}: every rank saves and ends.")
+            why = message.get("text") or message["signal"]
+            logger.info(f"{why} on {state.name}: every rank saves and ends.")
             self.stop("SIGTERM")
         elif what == "log":
             self._gather(state.rank, message["text"])

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO
@@ -91,6 +93,68 @@ def descendants(ancestor: int) -> list[int]:
                 if process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process.pid)
     return found
+
+
+# DeepSpeed's launcher on a host: in its own command line, and in that of the shell that ssh starts it with.
+_LAUNCHER = "deepspeed.launcher.launch"
+_SSH = "the ssh connection by which it was started"
+_ON_THIS_MACHINE = ("deepspeed", "deepspeed.launcher.runner")
+
+
+class LaunchLine:
+    """The processes over one that DeepSpeed's launcher has started, up to what keeps them going: the ssh
+    connection by which they came here, or ``deepspeed`` on this machine. Of other launchers: none.
+
+    What is above that may go: a shell that its user leaves, which nohup and tmux are for.
+
+    Args:
+        parent: DeepSpeed's launcher, or something else.
+        has_launch: Who has started ``deepspeed`` looks at it, and at what it writes.
+    """
+
+    def __init__(self, parent: int, has_launch: bool) -> None:
+        self._line: list[psutil.Process] = []
+        self._has_launch = has_launch
+        self._origin = ""
+        with contextlib.suppress(psutil.Error):  # another user's, in a system that hides these
+            self._find(psutil.Process(parent))
+
+    def _find(self, process: psutil.Process | None) -> None:
+        line = []
+        while process is not None and any(_LAUNCHER in word for word in process.cmdline()):
+            line.append(process)
+            process = process.parent()
+        if not line or process is None:
+            return
+        words = [word.rpartition("/")[2] for word in process.cmdline()]
+        if process.name().startswith("sshd"):
+            self._origin = _SSH
+        elif not self._has_launch and any(word in _ON_THIS_MACHINE for word in words):
+            self._origin = "the deepspeed command that started it"
+        if self._origin:
+            self._line = [*line, process]
+
+    def broken(self) -> str:
+        """What of it is gone; empty while all is there."""
+        if not all(map(_is_alive, self._line)):
+            return self._origin
+        if self._origin == _SSH and not self._has_launch and _is_unread(sys.stdout.fileno()):
+            return "who read its output through ssh"  # pdsh has ended, and its ssh has not noticed more
+        return ""
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _is_unread(descriptor: int) -> bool:
+    """Whether nobody reads any more what is written there."""
+    watch = select.poll()
+    watch.register(descriptor, 0)
+    return bool(watch.poll(0))
 
 
 def new_file_in_memory(name: str) -> IO[bytes]:

@@ -62,6 +62,7 @@ class Question:
         listen: Port of the rendezvous, tried on the first host. 0: it finds a free one. None: not tried.
         launch: Address of this machine, to which ranks report; "" if they do not.
         commands: Programs that the launcher starts on each host.
+        python: This machine's interpreter, which ranks use everywhere.
     """
 
     project: str
@@ -74,6 +75,7 @@ class Question:
     listen: int | None = None
     launch: str = ""
     commands: tuple[str, ...] = ()
+    python: str = sys.executable
 
 
 @dataclass(frozen=True)

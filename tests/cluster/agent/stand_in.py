@@ -38,6 +38,7 @@ folder, steps, seconds = Path(folder), int(steps), float(seconds)
 stops: list[str] = []
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
     signal.signal(number, lambda number, _: stops.append(signal.Signals(number).name))
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def misbehave(fault: str, step: int) -> None:

@@ -8,10 +8,12 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from pipeline.cluster.rank_environment import free_port
 from tests.cluster.agent.agents import TIMEOUT, Start, start
 from tests.covering import first_fast
 from tests.processes import is_running
@@ -222,3 +224,43 @@ def test_without_a_launch_rank_0_has_the_coordinator(start: Start) -> None:
     assert not any(agent.wait(30) == 0 for agent in start.agents)
     assert "rank 2 on" in (start.folder / "console0").read_text()
     assert json.loads((start.folder / "outcome.json").read_text())["rank"] == 2
+
+
+# Stands for `deepspeed`, which starts its launcher on this machine, which starts an agent.
+DEEPSPEED = (
+    "import subprocess, sys; parent = 'import subprocess, sys; subprocess.run(sys.argv[2:])'; "
+    "subprocess.run([sys.executable, '-c', parent, 'deepspeed.launcher.' + 'launch', *sys.argv[2:]])"
+)
+
+
+@pytest.mark.parametrize("gone", first_fast(["deepspeed", "launcher", "terminal"], 1))
+def test_ranks_that_nobody_waits_for_save_and_end(start: Start, gone: str) -> None:
+    """Without a launch, which would end and perhaps restart the job."""
+    start.coordinator.close()
+    port = free_port()
+    for rank in range(2):
+        before = (sys.executable, "-c", DEEPSPEED, "deepspeed") if rank == 1 else ()
+        place = {"WORLD_SIZE": 2, "LOCAL_SIZE": 2, "MASTER_PORT": port}
+        agent = {"address": "", "port": 0, "key_file": "", "hosts": ()}
+        start.agent(rank, "100000", "0.02", before=before, elsewhere=place, **agent)
+    files = [start.folder / "ranks" / f"{rank}.json" for rank in range(2)]
+    wait_for(lambda: all(file.exists() for file in files))
+    rank = json.loads(files[1].read_text())
+    time.sleep(2.0)  # the agents have met
+    if gone == "terminal":
+        os.kill(rank["agent"], signal.SIGHUP)
+    else:
+        os.kill(start.agents[1].pid if gone == "deepspeed" else rank["launcher"], signal.SIGKILL)
+    assert start.agents[0].wait(20) == 3
+    assert json.loads((start.folder / "outcome.json").read_text())["status"] == "stopped"
+    said = (start.folder / "console0").read_text()
+    told = {"deepspeed": "the deepspeed command that started it", "launcher": "the launcher that started it"}
+    assert (f"rank 1: {told[gone]} is gone on " if gone in told else "SIGTERM on ") in said
+    wait_for(lambda: not is_running(rank["pid"]) and not is_running(rank["agent"]))
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 40
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import sys
@@ -11,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from deepspeed.launcher.multinode_runner import PDSHRunner
 
 from tests.hosts import HostProcess, Hosts
 from tests.hosts.launchers import launcher_environment
@@ -176,6 +178,43 @@ def test_a_launcher_is_killed(pair: Hosts, host: str, who: list[str], told: str)
     pair.run(host, ["pkill", "-KILL", *who], timeout=5)
     assert job.ends() == 1
     assert told in job.process.stderr
+
+
+def test_the_ssh_of_one_host_is_killed(pair: Hosts) -> None:
+    """Which the launcher says in its own words, and goes on waiting. What Ctrl-C of another job's plain
+    `deepspeed` kills by name on these hosts is not this job."""
+    job = Job(pair, pair.write_hostfile(1))
+    job.ranks()
+
+    def log() -> int:
+        return sum(file.stat().st_size for file in job.folder.glob("logs/*/rank_00000.log"))
+
+    arguments = dict.fromkeys(("ssh_port", "venv_script", "save_pid", "enable_each_rank_log"))
+    arguments |= {"launcher_args": "", "user_script": "", "user_args": [], "master_addr": "h1"}
+    arguments |= dict.fromkeys(("no_python", "module", "no_local_rank"), False) | {"master_port": 29500}
+    _, kill, _ = PDSHRunner(argparse.Namespace(**arguments), "").get_cmd({}, {"h1": 1, "h2": 1})
+    assert pair.run("h0", kill, 20, env={"PDSH_RCMD_TYPE": "ssh"}).returncode in (0, 1)
+    written = log()
+    pair.wait_until(lambda: log() > written or job.process.returncode is not None, 20, "further steps")
+    assert job.process.returncode is None, job.process.stderr
+    pair.run("h0", ["pkill", "-KILL", "-f", "ssh .* h2 export"], timeout=5)
+    assert job.ends() == 1
+    assert "rank 1 on h2: the ssh connection by which it was started is gone" in job.process.stderr
+
+
+def test_a_plain_deepspeed_hangs_up(pair: Hosts) -> None:
+    """Its ssh stays behind, and nobody hears the ranks: they save, and end."""
+    folder = pair.folder / "plain"
+    script = str(START.parents[1] / "cluster" / "agent" / "stand_in.py")
+    line = ["deepspeed", "--hostfile", pair.write_hostfile(1), script, folder, "60000", "0.02"]
+    job = pair.start("h0", [str(word) for word in line], env={"DS_ACCELERATOR": "cpu"}, cwd="/tmp")
+    pair.wait_until(lambda: len(list(folder.glob("ranks/?.json"))) == 2, 90, "the ranks")
+    for who in (["-f", "bin/deepspeed"], ["pdsh"]):
+        pair.run("h0", ["pkill", "-HUP", *who], timeout=5)
+    job.wait(10)
+    pair.wait_until(lambda: (folder / "outcome.json").exists(), 30, "the outcome")
+    assert json.loads((folder / "outcome.json").read_text())["status"] == "stopped"
+    pair.wait_until(lambda: not any("stand_in" in line for n in WORKERS for line in pair.processes(n)), 20)
 
 
 def test_a_notice_to_the_ranks_of_one_host_ends_all_of_them_well(pair: Hosts) -> None:
