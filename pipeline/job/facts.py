@@ -163,7 +163,7 @@ class Settings:
     def _refuse(self, block: str, name: str, value: object) -> Problem | None:
         """Why an unknown key is not taken, or "auto" where nothing decides the value."""
         path = f"{block}.{name}" if block else name
-        reason = _unknown(block, name, path, value)
+        reason = _unknown(block, name, value, self.written)
         if path == "optimizer.type" and isinstance(value, str):
             reason = OPTIMIZERS.get(value.lower())
         if reason is None and value == AUTO and not KEYS[path].auto:
@@ -171,14 +171,15 @@ class Settings:
         return reason and Problem(self.where(path), value, *reason)
 
 
-def _unknown(block: str, name: str, path: str, value: object) -> tuple[str, str] | None:
-    """Rule and remedy for a key that is none of DeepSpeed's."""
+def _unknown(block: str, name: str, value: object, file: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Rule and remedy for a key that is none of DeepSpeed's. `file`: all that was written."""
+    path = f"{block}.{name}" if block else name
     if "." in name and (path in KEYS or path in FOREIGN):
         outer, inner = path.rsplit(".", 1)
         return "a key with a dot in it is no key of a block", f'Write "{inner}" inside the block {outer}'
     if path in KEYS:
         return None
-    if not block and (reason := of_megatron(name, value)):
+    if not block and (reason := of_megatron(name, value, file)):
         return reason
     owners = [each for each in KEYS if each.rpartition(".")[2] == name]
     belongs = f"It belongs at {' or '.join(owners)}" if owners and name not in children(block) else None

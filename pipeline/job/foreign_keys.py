@@ -7,7 +7,7 @@ with a note; one that would train otherwise than asked is refused, with the reas
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -333,7 +333,7 @@ OLD_NAMES: dict[str, tuple[str, Callable[[Any], Any]]] = {
 # Arguments of Megatron-LM and GPT-NeoX, with hyphens or underscores -> what says it here; {} is the value.
 _CONFIG_JSON = "in a config.json for --model: "
 MEGATRON: dict[str, str] = {
-    "pipe_parallel_size": '"pipeline": {{"stages": {}}}; 1 for none',
+    "pipe_parallel_size": '"pipeline": {{"stages": {}}}',
     "pipeline_model_parallel_size": '"pipeline": {{"stages": {}}}',
     "model_parallel_size": '"tensor_parallel": {{"autotp_size": {}}}',
     "tensor_model_parallel_size": '"tensor_parallel": {{"autotp_size": {}}}',
@@ -404,26 +404,22 @@ MEGATRON: dict[str, str] = {
     "test_data_weights": "--validation NAME=PATH, one for each set",
     "output_layer_parallelism": "nothing: the output layer is divided as the embedding",
     "attention_config": "nothing: attention is global",
-    "rope_fusion": "nothing",
-    "layernorm_fusion": "nothing",
     "save_iters": "--save_interval, every so many steps",
     "log_dir": "nothing: logs are in --output_dir",
-    "identifier_string": "nothing",
-    "config_files": "nothing",
     "make_vocab_size_divisible_by": "nothing: the vocabulary is padded to a multiple of 128",
     "scaled_upper_triang_masked_softmax_fusion": "nothing: torch's fused attention is used",
-    "bias_gelu_fusion": "nothing",
     "data_impl": "nothing: token files are mapped into memory",
     "deepspeed_slurm": "nothing: srun starts pipeline/pretrain.py",
     "test_data_paths": "--validation NAME=PATH ...",
     "init_method": "nothing: weights are drawn from the seed and each parameter's name",
     "output_layer_init_method": "nothing: weights are drawn from the seed and each parameter's name",
-    "synchronize_each_layer": "nothing",
     "partition_activations": "nothing",
     "checkpoint_num_layers": "nothing: each block is recomputed by itself",
     "distributed_backend": "nothing: NCCL on GPUs, gloo on CPUs",
     "launcher": "--launcher {} of launch.sh",
     "hostfile": "--hostfile {} of launch.sh",
+    **dict.fromkeys(("rope_fusion", "layernorm_fusion", "bias_gelu_fusion"), "nothing"),
+    **dict.fromkeys(("identifier_string", "config_files", "synchronize_each_layer"), "nothing"),
     "num_workers": "nothing: batches are read ahead",
     "use_wandb": '"wandb": {{"enabled": true}}',
     "tensorboard_dir": '"tensorboard": {{"enabled": true, "output_path": {}}}',
@@ -431,20 +427,74 @@ MEGATRON: dict[str, str] = {
 MEGATRON_RULE = "is an argument of Megatron-LM or GPT-NeoX"
 
 
-def of_megatron(name: str, value: Any) -> tuple[str, str] | None:
-    """Rule and remedy for an argument of Megatron-LM or GPT-NeoX in place of a key."""
-    template = MEGATRON.get(name.replace("-", "_"))
+def of_megatron(name: str, value: Any, file: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Rule and remedy for an argument of Megatron-LM or GPT-NeoX in place of a key. `file`: all of it."""
+    arguments = {key.replace("-", "_"): each for key, each in file.items()}
+    name = name.replace("-", "_")
+    template = MEGATRON.get(name)
     if template is None:
         return None
-    said = template.format(value if isinstance(value, str) else json.dumps(value))
+    said = _worked_out(name, value, arguments)
+    said = said or template.format(value if isinstance(value, str) else json.dumps(value))
     return MEGATRON_RULE, "Remove it" if said.startswith("nothing") else f"Here it is {said}"
 
 
-# What an absent key means to DeepSpeed 0.19.8, where it means something else here.
-DEEPSPEED_DEFAULTS: dict[str, Any] = {
-    "data_types.grad_accum_dtype": "bf16",
-    "optimizer.params.lr": 1e-3,
-    "optimizer.params.betas": (0.9, 0.999),
-    "optimizer.params.weight_decay": 0,
-    "scheduler.params.cycle_momentum": True,
+def _worked_out(name: str, value: Any, file: Mapping[str, Any]) -> str | None:
+    """What says an argument here, with its numbers; None where these do not follow from the file."""
+    if name in _BY_VALUE:
+        return _BY_VALUE[name].get(str(value).lower())
+    if name in ("attention_dropout", "hidden_dropout"):
+        alike = file.get("attention_dropout", value) == file.get("hidden_dropout", value)
+        return None if alike else "--dropout, one share for attention and all else"
+    if name in ("adam_beta1", "adam_beta2") and {"adam_beta1", "adam_beta2"} <= file.keys():
+        return f'"betas": [{file["adam_beta1"]}, {file["adam_beta2"]}] in optimizer.params'
+    if name == "split":
+        shares = [_number(part) for part in str(value).split(",")]
+        return f"--eval_fraction {shares[1] / sum(shares):.6g}" if len(shares) > 1 and any(shares) else None
+    if name in ("train_data_paths", "train_data_weights"):
+        paths, weights = file.get("train_data_paths"), file.get("train_data_weights")
+        paired = isinstance(paths, list) and isinstance(weights, list) and len(paths) == len(weights)
+        return f"--data {' '.join(map('{}={}'.format, paths, weights))}" if paired else None
+    steps = _number(file.get("lr_decay_iters")) or _number(file.get("train_iters"))
+    share = _number(file.get("warmup" if name == "warmup" else "lr_warmup_fraction"))
+    batch = _number(file.get("train_batch_size")) or _number(file.get("global_batch_size"))
+    if name in ("warmup", "lr_warmup_fraction") and share * steps:
+        return f'"warmup_num_steps": {round(share * steps)} in scheduler.params'
+    if name == "lr_decay_iters" and "warmup" not in file:  # GPT-NeoX's curve ends elsewhere
+        warmup = _number(file.get("lr_warmup_iters")) or share * steps
+        return f'"decay_num_steps": {round(steps - warmup)} in scheduler.params of CosineWithFloor'
+    return f"--eval_samples {round(_number(value) * batch)}" if name == "eval_iters" and batch else None
+
+
+def _number(value: Any) -> float:
+    """A number as written, in quotes too; 0 for anything else."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return 0.0
+
+
+# Arguments of which each value says something else: the value in small letters -> what says it here.
+_NO_STAGES = dict.fromkeys(("0", "1"), "nothing: one stage is no pipeline")
+_BY_VALUE: dict[str, dict[str, str]] = {
+    "pipe_parallel_size": _NO_STAGES,
+    "pipeline_model_parallel_size": _NO_STAGES,
+    "no_weight_tying": {
+        "true": f'{_CONFIG_JSON}"tie_word_embeddings": false',
+        "false": f'{_CONFIG_JSON}"tie_word_embeddings": true',
+    },
+    "checkpoint_activations": {
+        "true": '"activation_checkpointing": {"mode": "full"}',
+        "false": '"activation_checkpointing": {"mode": "none"}',
+    },
+    "lr_decay_style": {
+        "cosine": '"scheduler": {"type": "CosineWithFloor"}',
+        "linear": '"scheduler": {"type": "WarmupDecayLR"}',
+        "constant": '"scheduler": {"type": "WarmupLR"}',
+    },
+    "precision": {
+        "fp16": '"fp16": {"enabled": true}',
+        "bfloat16": '"bf16": {"enabled": true}',
+        "fp32": "nothing: weights are fp32 without bf16 and fp16",
+    },
 }

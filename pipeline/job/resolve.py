@@ -16,7 +16,6 @@ from pipeline.job.batch import MICRO, STEPS, TRAIN, BatchRequest, resolve_batch
 from pipeline.job.data_sources import training_sources, validation_sets
 from pipeline.job.deepspeed_dict import deepspeed_dict, reduce_bucket, resolved_monitors, training_of
 from pipeline.job.facts import Facts, Settings, known
-from pipeline.job.foreign_keys import DEEPSPEED_DEFAULTS
 from pipeline.job.initial_weights import InitialWeights, initial_weights
 from pipeline.job.job import (
     Batch,
@@ -44,6 +43,7 @@ from pipeline.job.options import Options, option_problems
 from pipeline.job.rules import check_rules
 from pipeline.job.run_file import folder_problems, identity, restart_problems
 from pipeline.job.schedules import LearningRate
+from pipeline.job.schema import DEEPSPEED_DEFAULTS
 from pipeline.job.stages import partition
 from pipeline.job.world import World
 from pipeline.model.config import ModelConfig

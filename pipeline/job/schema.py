@@ -339,3 +339,13 @@ def children(block: str) -> tuple[str, ...]:
     """Names directly inside a block; "" is the top of the file."""
     inside = KEYS[block].block if block else DeepSpeedConfig
     return tuple(fields_of(inside)) if inside else ()
+
+
+# What an absent key means to DeepSpeed 0.19.8, where it means something else here.
+DEEPSPEED_DEFAULTS: dict[str, Any] = {
+    "data_types.grad_accum_dtype": "bf16",
+    "optimizer.params.lr": 1e-3,
+    "optimizer.params.betas": (0.9, 0.999),
+    "optimizer.params.weight_decay": 0,
+    "scheduler.params.cycle_momentum": True,
+}

@@ -12,7 +12,7 @@ import pytest
 from pipeline.base.json_reader import read_json
 from pipeline.base.problems import EXIT_FINISHED
 from pipeline.check import main as check
-from pipeline.job.foreign_keys import FOREIGN, MEGATRON, OLD_NAMES
+from pipeline.job.foreign_keys import FOREIGN, MEGATRON, MEGATRON_RULE, OLD_NAMES, of_megatron
 from pipeline.job.options import Options
 from pipeline.job.run_file import run_json
 from pipeline.job.schema import KEYS
@@ -309,7 +309,7 @@ def test_a_file_of_gpt_neox_is_answered_with_the_names_here(tmp_path: Path) -> N
     made = draft(tmp_path, NEOX, world(8, device=A100))
     answers = {each.key.split(" (")[0]: each.remedy for each in made.errors}
     assert answers == {
-        "pipe-parallel-size": 'Here it is "pipeline": {"stages": 2}; 1 for none',
+        "pipe-parallel-size": 'Here it is "pipeline": {"stages": 2}',
         "model-parallel-size": 'Here it is "tensor_parallel": {"autotp_size": 2}',
         "num-layers": 'Here it is in a config.json for --model: "num_hidden_layers": 12',
         "hidden-size": 'Here it is in a config.json for --model: "hidden_size": 768',
@@ -318,6 +318,44 @@ def test_a_file_of_gpt_neox_is_answered_with_the_names_here(tmp_path: Path) -> N
         "gas": 'Here it is "gradient_accumulation_steps": 1',
         "data-path": "Here it is --data PATH",
     }
+
+
+# An argument, what stands beside it, and what it is here.
+WORKED_OUT: list[tuple[str, Any, dict[str, Any], str]] = [
+    ("warmup", 0.01, {"lr-decay-iters": 320000}, '"warmup_num_steps": 3200 in scheduler.params'),
+    ("warmup", 0.05, {"train-iters": 1000}, '"warmup_num_steps": 50 in scheduler.params'),
+    ("warmup", 0.05, {}, '"warmup_num_steps" in scheduler.params, a number of steps'),
+    ("lr_warmup_fraction", 0.1, {"lr_decay_iters": 500}, '"warmup_num_steps": 50 in scheduler.params'),
+    ("lr_decay_iters", 500, {"lr_warmup_fraction": 0.1},
+     '"decay_num_steps": 450 in scheduler.params of CosineWithFloor'),
+    ("lr_decay_iters", 500, {"lr_warmup_iters": 20},
+     '"decay_num_steps": 480 in scheduler.params of CosineWithFloor'),
+    ("lr-decay-iters", 500, {"warmup": 0.1},
+     '"decay_num_steps" in scheduler.params, of CosineWithFloor counted from the peak'),
+    ("split", "949,50,1", {}, "--eval_fraction 0.05"),
+    ("split", "969, 30, 1", {}, "--eval_fraction 0.03"),
+    ("split", "1", {}, "--eval_fraction, the share that is evaluated on"),
+    ("eval-iters", 10, {"train_batch_size": 32}, "--eval_samples 320"),
+    ("eval-iters", 10, {}, "--eval_samples, counted in samples"),
+    ("train-data-paths", ["a", "b"], {"train-data-weights": [1, 2.5]}, "--data a=1 b=2.5"),
+    ("adam_beta1", 0.9, {"adam_beta2": 0.95}, '"betas": [0.9, 0.95] in optimizer.params'),
+    ("hidden-dropout", 0.1, {"attention-dropout": 0.1}, "--dropout 0.1, of all layers"),
+    ("hidden-dropout", 0.1, {"attention-dropout": 0}, "--dropout, one share for attention and all else"),
+    ("no-weight-tying", True, {}, 'in a config.json for --model: "tie_word_embeddings": false'),
+    ("checkpoint-activations", False, {}, '"activation_checkpointing": {"mode": "none"}'),
+    ("lr-decay-style", "linear", {}, '"scheduler": {"type": "WarmupDecayLR"}'),
+    ("precision", "bfloat16", {}, '"bf16": {"enabled": true}'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value", "beside", "here"), WORKED_OUT)
+def test_numbers_of_megatron_are_worked_out(name: str, value: Any, beside: dict, here: str) -> None:
+    assert of_megatron(name, value, {name: value, **beside}) == (MEGATRON_RULE, f"Here it is {here}")
+
+
+def test_one_stage_is_no_pipeline() -> None:
+    for size in (0, 1):
+        assert of_megatron("pipe-parallel-size", size, {}) == (MEGATRON_RULE, "Remove it")
 
 
 def test_what_megatron_calls_a_setting_leads_to_something_that_exists() -> None:
