@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import types
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, dataclass
 from functools import cache
 from math import inf
@@ -287,7 +289,13 @@ def type_problem(field: Field, value: object, where: str) -> Problem | None:
     """Whether a value has none of the field's types."""
     if (value == AUTO and field.auto) or any(form.fits(value) for form in field.forms):
         return None
-    return Problem(where, value, f"must be {field.words}, not {_json_type(value)}", remedy_for(field))
+    remedy = remedy_for(field)
+    if isinstance(value, str):
+        with suppress(ValueError):
+            meant = json.loads(value)
+            if any(form.fits(meant) and form.admits(meant) for form in field.forms):
+                remedy = f"Write {value} without the quotes"
+    return Problem(where, value, f"must be {field.words}, not {_json_type(value)}", remedy)
 
 
 def range_problem(field: Field, value: object, where: str) -> Problem | None:

@@ -53,9 +53,9 @@ class Document:
 class _Malformed(ValueError):
     """The text stops being JSON at `position`."""
 
-    def __init__(self, position: int, rule: str) -> None:
+    def __init__(self, position: int, rule: str, remedy: str = "Correct this line") -> None:
         super().__init__(rule)
-        self.position, self.rule = position, rule
+        self.position, self.rule, self.remedy = position, rule, remedy
 
 
 def read_json(path: Path, option: str = "deepspeed_config", kind: str = "a DeepSpeed JSON") -> Document:
@@ -89,7 +89,7 @@ def parse_json(text: str, path: str) -> Document:
         values = parser.document()
     except _Malformed as error:
         line = text.count("\n", 0, error.position) + 1
-        problem = Problem(f"{path}:{line}", _excerpt(text, error.position), error.rule, "Correct this line")
+        problem = Problem(f"{path}:{line}", _excerpt(text, error.position), error.rule, error.remedy)
         return Document(path, {}, parser.lines, (*parser.problems, problem))
     return Document(path, values, parser.lines, tuple(parser.problems))
 
@@ -204,11 +204,15 @@ class _Parser:
         return True
 
     def separator(self, closing: str) -> None:
+        before = self.position
         self.skip_space()
         if self.peek() == ",":
             self.position += 1
         elif self.peek() != closing:
-            raise _Malformed(self.position, f"expected ',' or '{closing}'")
+            rule = f"expected ',' or '{closing}'"
+            if "\n" in self.text[before : self.position]:  # hjson, which DeepSpeed reads, needs none there
+                raise _Malformed(self.position, rule, "Put a comma at the end of the line before")
+            raise _Malformed(self.position, rule)
 
     def expect(self, character: str) -> None:
         self.skip_space()

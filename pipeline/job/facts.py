@@ -17,16 +17,20 @@ from pipeline.base.problems import Problem, Severity
 from pipeline.base.words import did_you_mean
 from pipeline.data.corpus import SourceSpec
 from pipeline.data.tokenizer_folder import TokenizerFacts
-from pipeline.job.foreign_keys import FOREIGN, OLD_NAMES, OPTIMIZERS, is_comment, of_megatron
+from pipeline.job.foreign_keys import FOREIGN, MISNAMED, OLD_NAMES, is_comment, of_megatron
 from pipeline.job.job import Batch, Dtype, Resolved
 from pipeline.job.models import TrainingDefaults, training_defaults
 from pipeline.job.options import Options
-from pipeline.job.schema import KEYS, DeepSpeedConfig, children
+from pipeline.job.schema import KEYS, OPTIMIZERS, DeepSpeedConfig, children
 from pipeline.job.world import World
 from pipeline.model.config import ModelConfig
 from pipeline.model.memory import Training
 
 _ZERO = "zero_optimization"
+# Blocks that may be null in DeepSpeed.
+NULLABLE = (f"{_ZERO}.offload_optimizer", f"{_ZERO}.offload_param")
+# Names of a block that a remedy still lists.
+SHORT_LIST = 8
 
 
 class Settings:
@@ -147,8 +151,17 @@ class Settings:
             elif isinstance(value, dict) and (key.block if key else _has_foreign_keys(path)):
                 was_empty = not value
                 self._take_block(path, value)
+                if key is None:  # a block of foreign keys: what is left has no place
+                    for unknown, left in value.items():
+                        reason = _unknown(path, unknown, left, self.written)
+                        assert reason, "no key of the schema is in such a block"
+                        self.problems.append(Problem(self.where(f"{path}.{unknown}"), left, *reason))
+                    value.clear()
                 if not value and not was_empty:
                     del values[name]
+            elif value is None and path in NULLABLE:
+                del values[name]
+                self._note(path, value, "is absent, to DeepSpeed as here")
             elif value == AUTO and key and not key.auto and key.default is not MISSING and not key.block:
                 del values[name]
                 self.left_open.append(Resolved(path, key.default_text, '"auto", as if it were absent'))
@@ -181,9 +194,18 @@ def _unknown(block: str, name: str, value: object, file: Mapping[str, Any]) -> t
         return None
     if not block and (reason := of_megatron(name, value, file)):
         return reason
-    owners = [each for each in KEYS if each.rpartition(".")[2] == name]
-    belongs = f"It belongs at {' or '.join(owners)}" if owners and name not in children(block) else None
-    return f"there is no such key{block and f' in {block}'}", belongs or did_you_mean(name, children(block))
+    rule = f"there is no such key{block and f' in {block}'}"
+    if path in MISNAMED:
+        return rule, MISNAMED[path].format(value)
+    siblings = children(block) if block in KEYS or not block else ()
+    owners = [each for each, key in KEYS.items() if each.rpartition(".")[2] == name and not key.block]
+    if owners and name not in siblings:
+        remedy = f"It belongs at {' or '.join(owners)}"
+    else:
+        remedy = did_you_mean(name, siblings)
+        if len(siblings) > SHORT_LIST or not siblings:
+            remedy = remedy if remedy.startswith("The nearest") else "Remove it"
+    return rule, remedy
 
 
 def _has_foreign_keys(block: str) -> bool:

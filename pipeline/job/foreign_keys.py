@@ -113,10 +113,15 @@ _BLOCKS = {
     "quantize_training": _gone("Remove it; quantize the exported model afterwards"),
     "sparse_attention": _gone("Remove it; --document_mask keeps attention inside documents"),
     "sparse_gradients": _gone("Remove it; embeddings have dense gradients"),
-    "autotuning": _switch("the launcher's autotuner edits the JSON without the job's knowledge"),
+    "autotuning": _switch(
+        "it ends the run after a few profiled steps",
+        "Set autotuning.enabled to false",
+    ),
     "compile": _switch("DeepCompile is not tested together with this pipeline's parallelism"),
     "hybrid_engine": _switch("it serves generation during reinforcement learning"),
-    "data_efficiency": _switch(_CURRICULUM, "Remove it; --data_blend weighs sources"),
+    "data_efficiency": _switch(
+        _CURRICULUM, "Remove it; all tokens pass all layers; --data_blend weighs sources"
+    ),
     "torch_autocast": _switch("it conflicts with bf16 and fp16 weights", "Use bf16 or fp16"),
     "weight_quantization": _switch("it serves inference"),
     "expert_parallel": _switch("the model has no experts"),
@@ -283,35 +288,6 @@ def _device(value: Any) -> Any:
     return {True: "cpu", False: "none"}.get(value, value) if isinstance(value, bool) else value
 
 
-_ONE_BIT = (
-    "it compresses gradients by operators that are compiled, and keeps errors for each layout apart",
-    "Use AdamW with ZeRO 1 and bf16; pipeline stages send least between hosts",
-)
-_MUP = ("it needs a model whose widths the package mup has set", "Use AdamW with a rate for this width")
-# Optimizers that DeepSpeed knows and that are not here, in lower case: rule and remedy.
-OPTIMIZERS: dict[str, tuple[str, str]] = {
-    "lamb": ("torch has no Lamb", "Use AdamW, and lr_scaling for a larger batch"),
-    "onebitadam": _ONE_BIT,
-    "onebitlamb": _ONE_BIT,
-    "zerooneadam": _ONE_BIT,
-    "lion": ("torch has no Lion", "Use AdamW, with a rate 3 to 10 times as large as Lion's"),
-    "adagrad": (
-        "torch's Adagrad makes its state for the parameters it is given, which ZeRO replaces afterwards",
-        "Use AdamW, or SGD with momentum",
-    ),
-    "muon": (
-        "it orthogonalizes whole matrices, and ranks hold parts of them: rows or columns of tensor slices, "
-        "flat shards of ZeRO",
-        "Use AdamW",
-    ),
-    "muadam": _MUP,
-    "muadamw": _MUP,
-    "musgd": _MUP,
-    "fusedadam": ("it is the name of a class", "Use Adam; optimizer.params.fused is true already"),
-    "deepspeedcpuadam": ("it is the name of a class", "Use AdamW with offload_optimizer"),
-}
-
-
 # Old name -> the name that DeepSpeed has now, and what its value became.
 OLD_NAMES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "bfloat16": ("bf16", lambda value: value),
@@ -420,9 +396,28 @@ MEGATRON: dict[str, str] = {
     "hostfile": "--hostfile {} of launch.sh",
     **dict.fromkeys(("rope_fusion", "layernorm_fusion", "bias_gelu_fusion"), "nothing"),
     **dict.fromkeys(("identifier_string", "config_files", "synchronize_each_layer"), "nothing"),
+    **dict.fromkeys(("train_dataset_name", "val_dataset_name", "sparsity_config"), "nothing"),
+    **dict.fromkeys(("deepspeed_jsrun", "is_pipe_parallel", "global_num_gpus", "world_size"), "nothing"),
+    **dict.fromkeys(("rank", "local_rank", "user_script", "text_gen_type"), "nothing"),
+    "gpt_j_residual": "nothing: a block's feed-forward layer comes after its attention",
+    "rotary_pct": "nothing: the whole of a head is rotated",
     "num_workers": "nothing: batches are read ahead",
     "use_wandb": '"wandb": {{"enabled": true}}',
     "tensorboard_dir": '"tensorboard": {{"enabled": true, "output_path": {}}}',
+}
+# Names that people write and that are no keys of DeepSpeed: what to do instead; {} is the value.
+_MONITORS_AT_TOP = "Put tensorboard, wandb, csv_monitor and comet at the top of the file"
+MISNAMED: dict[str, str] = {
+    "monitor_config": _MONITORS_AT_TOP,
+    "monitoring": _MONITORS_AT_TOP,
+    "logging": "Put what is in it at the top of the file",
+    "gradient_accumulation_dtype": "It belongs at data_types.grad_accum_dtype",
+    "cuda_visible_devices": "Remove it; --include of launch.sh chooses devices",
+    "pipeline.pipeline_parallel_size": "Use stages",
+    "fp16.fp16": "Remove it; fp16.enabled says it",
+    "pipeline.chunks": "Remove it; gradient_accumulation_steps says how many micro-batches there are",
+    "checkpoint.save_checkpoint_steps": "Remove it, and use --save_interval {}",
+    "checkpoint.checkpoint_dir": "Remove it; checkpoints are in --output_dir",
 }
 MEGATRON_RULE = "is an argument of Megatron-LM or GPT-NeoX"
 
@@ -436,7 +431,9 @@ def of_megatron(name: str, value: Any, file: Mapping[str, Any]) -> tuple[str, st
         return None
     said = _worked_out(name, value, arguments)
     said = said or template.format(value if isinstance(value, str) else json.dumps(value))
-    return MEGATRON_RULE, "Remove it" if said.startswith("nothing") else f"Here it is {said}"
+    return MEGATRON_RULE, f"Remove it{said.removeprefix('nothing')}" if said.startswith(
+        "nothing"
+    ) else f"Here it is {said}"
 
 
 def _worked_out(name: str, value: Any, file: Mapping[str, Any]) -> str | None:

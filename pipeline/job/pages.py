@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from pipeline.base.fields import Field, Form, shown
-from pipeline.job.foreign_keys import FOREIGN, MEGATRON, OLD_NAMES, OPTIMIZERS, anything
+from pipeline.job.foreign_keys import FOREIGN, MEGATRON, OLD_NAMES, anything
 from pipeline.job.learning import FOREIGN_PARAMETERS
 from pipeline.job.rules import RULES
 from pipeline.job.schedules import SCHEDULES, parameters
-from pipeline.job.schema import DEEPSPEED_DEFAULTS, KEYS
+from pipeline.job.schema import DEEPSPEED_DEFAULTS, KEYS, OPTIMIZERS
 
 PROJECT = Path(__file__).resolve().parents[2]
 RULES_PAGE = PROJECT / "docs" / "rules.md"

@@ -349,3 +349,32 @@ DEEPSPEED_DEFAULTS: dict[str, Any] = {
     "optimizer.params.weight_decay": 0,
     "scheduler.params.cycle_momentum": True,
 }
+
+_ONE_BIT = (
+    "it compresses gradients by operators that are compiled, and keeps errors for each layout apart",
+    "Use AdamW with ZeRO 1 and bf16; pipeline stages send least between hosts",
+)
+_MUP = ("it needs a model whose widths the package mup has set", "Use AdamW with a rate for this width")
+# Optimizers that DeepSpeed knows and that are not here, in lower case: rule and remedy.
+OPTIMIZERS: dict[str, tuple[str, str]] = {
+    "lamb": ("torch has no Lamb", "Use AdamW, and lr_scaling for a larger batch"),
+    "onebitadam": _ONE_BIT,
+    "onebitlamb": _ONE_BIT,
+    "zerooneadam": _ONE_BIT,
+    "lion": ("torch has no Lion", "Use AdamW, with a rate 3 to 10 times as large as Lion's"),
+    "adagrad": (
+        "torch's Adagrad makes its state for the parameters it is given, which ZeRO replaces afterwards",
+        "Use AdamW, or SGD with momentum",
+    ),
+    "muon": (
+        "it orthogonalizes whole matrices, and ranks hold parts of them: rows or columns of tensor slices, "
+        "flat shards of ZeRO",
+        "Use AdamW",
+    ),
+    "muadam": _MUP,
+    "muadamw": _MUP,
+    "musgd": _MUP,
+    "fusedadam": ("it is the name of a class", "Use Adam; optimizer.params.fused is true already"),
+    "deepspeed_adam": ("it is no optimizer of DeepSpeed 0.19", "Use Adam"),
+    "deepspeedcpuadam": ("it is the name of a class", "Use AdamW with offload_optimizer"),
+}

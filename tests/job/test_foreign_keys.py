@@ -355,7 +355,10 @@ def test_numbers_of_megatron_are_worked_out(name: str, value: Any, beside: dict,
 
 def test_one_stage_is_no_pipeline() -> None:
     for size in (0, 1):
-        assert of_megatron("pipe-parallel-size", size, {}) == (MEGATRON_RULE, "Remove it")
+        assert of_megatron("pipe-parallel-size", size, {}) == (
+            MEGATRON_RULE,
+            "Remove it: one stage is no pipeline",
+        )
 
 
 def test_what_megatron_calls_a_setting_leads_to_something_that_exists() -> None:
@@ -376,6 +379,19 @@ def test_a_yaml_file_is_named_as_such(tmp_path: Path) -> None:
     assert read_json(path).values["gas"] == 1
 
 
+def test_an_offload_that_is_null_is_absent(tmp_path: Path) -> None:
+    job, notes = taken(tmp_path, {ZERO: {"stage": 3, "offload_optimizer": None, "offload_param": None}})
+    assert job.deepspeed == taken(tmp_path, {ZERO: {"stage": 3}})[0].deepspeed
+    assert {f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param"} <= set(notes)
+
+
+def test_a_comma_that_hjson_does_not_need_is_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 8\n "steps_per_print": 1}', encoding="utf-8")
+    (problem,) = read_json(path).problems
+    assert problem.key.endswith(":2") and problem.remedy == "Put a comma at the end of the line before"
+
+
 # What the remedy says, done.
 FIXED: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"bf16": {"bf16_optimizer_states": True}}, "Remove it", {"bf16": {}}),
@@ -388,6 +404,22 @@ FIXED: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
      {ZERO: {"stage": 3, "offload_optimizer": {"device": "cpu"}}}),
     ({ZERO: {"stage": 3, "mics_shard_size": 2}}, "zero_hpz_partition_size",
      {ZERO: {"stage": 3, "zero_hpz_partition_size": 2}}),
+    ({"monitor_config": {"csv_monitor": {"enabled": True}}}, "csv_monitor and comet at the top",
+     {"csv_monitor": {"enabled": True}}),
+    ({"logging": {"steps_per_print": 5}}, "what is in it at the top", {"steps_per_print": 5}),
+    ({"gradient_accumulation_dtype": "fp32"}, "data_types.grad_accum_dtype",
+     {"data_types": {"grad_accum_dtype": "fp32"}}),
+    ({"fp16": {"enabled": True, "fp16": True}}, "Remove it; fp16.enabled", {"fp16": {"enabled": True}}),
+    ({"pipeline": {"pipeline_parallel_size": 2}}, "Use stages", {"pipeline": {"stages": 2}}),
+    ({"pipeline": {"chunks": 2}}, "gradient_accumulation_steps", {"gradient_accumulation_steps": 2}),
+    ({"checkpoint": {"save_latest": True, "load_universal": True}}, "Remove it",
+     {"checkpoint": {"load_universal": True}}),
+    ({"checkpoint": {"save_checkpoint_steps": 50}}, "--save_interval 50", {}),
+    ({"autotuning": {"enabled": True}}, "autotuning.enabled to false", {"autotuning": {"enabled": False}}),
+    ({"user_script": "train.py"}, "Remove it", {}),
+    ({"my_own_key": 1}, "Remove it", {}),
+    ({ZERO: {"stage": "2"}}, "Write 2 without the quotes", {ZERO: {"stage": 2}}),
+    ({"optimizer": {"type": "DeepSpeed_Adam"}}, "Use Adam", {"optimizer": {"type": "Adam"}}),
     ({"lr": 0.1}, "optimizer.params.lr", {"optimizer": {"params": {"lr": 0.1}}}),
     ({"fp16": {"loss_scal": 0}}, "loss_scale", {"fp16": {"loss_scale": 0}}),
     ({"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1e-5, "cycle_max_lr": 1e-3,
