@@ -72,3 +72,15 @@ def test_what_is_too_much_is_seen() -> None:
     source = "class A:\n    def f(self, a, b, *, c): ...\ndef _g(): ...\n"
     assert [parameters(function) for function in functions(source)] in ([3, 0], [0, 3])
     assert public_names(source) == ["A"]
+
+
+def test_a_single_problem_is_raised_in_one_way() -> None:
+    found = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}"
+        for path in sources()
+        if path.name != "problems.py"  # which defines `job_error`
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node).startswith("JobError([Problem(")
+        if isinstance(node.args[0], ast.List) and [len(each.args) for each in node.args[0].elts] == [4]
+    ]
+    assert found == [], "use job_error"

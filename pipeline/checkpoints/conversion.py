@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.files import replaced_atomically, sync_files, sync_folder
-from pipeline.base.problems import JobError, Problem
+from pipeline.base.problems import JobError, job_error
 from pipeline.base.words import few
 from pipeline.checkpoints.files import WrittenFile, has_digest
 from pipeline.checkpoints.folder import PARTIAL
@@ -84,7 +84,7 @@ def convert(
     _finished(folder, task)  # else a refused call would leave a folder of its own
     if foreign := partial.foreign():
         rule = f"is where it would be made, and holds {foreign[0]}, which no conversion has made"
-        raise JobError([Problem("FOLDER", str(partial.path), rule, "Move it away, or name another folder")])
+        raise job_error("FOLDER", str(partial.path), rule, "Move it away, or name another folder")
     partial.path.mkdir(parents=True, exist_ok=True)
     with only_one(partial.path / "lock", "FOLDER", folder, "converting"):
         finished = _finished(folder, task)
@@ -109,7 +109,7 @@ def _finished(folder: Path, task: dict[str, Any]) -> bool:
     except (JobError, OSError):
         pass  # no checkpoint
     rule = "there is something else already"
-    raise JobError([Problem("FOLDER", str(folder), rule, "Name a folder that does not exist")])
+    raise job_error("FOLDER", str(folder), rule, "Name a folder that does not exist")
 
 
 def _write(
@@ -160,7 +160,7 @@ def verify_files(checkpoint: Checkpoint, workers: int) -> None:
         changed = [name for name, is_whole in zip(digests, whole, strict=True) if not is_whole]
     if changed:
         rule = f"is damaged: not as they were saved are {few(changed)}"
-        raise JobError([Problem("CHECKPOINT", str(checkpoint.path), rule, "Name another checkpoint")])
+        raise job_error("CHECKPOINT", str(checkpoint.path), rule, "Name another checkpoint")
 
 
 def open_source(checkpoint: Checkpoint, job: Job) -> WholeParameters:
@@ -173,7 +173,7 @@ def open_source(checkpoint: Checkpoint, job: Job) -> WholeParameters:
     slicings = parameter_slicings(job.model)
     if names := stored.differing({name: slicing.full_shape for name, slicing in slicings.items()}):
         rule = f"its parameters are not those of the model {job.model.name}: {few(names)}"
-        raise JobError([Problem("CHECKPOINT", str(checkpoint.path), rule, "Give the --model of its run")])
+        raise job_error("CHECKPOINT", str(checkpoint.path), rule, "Give the --model of its run")
     scaler = stored.loss_scaler() if checkpoint.layout["compute"] == "fp16" else None
     return WholeParameters(stored, slicings, scaler)
 
@@ -181,7 +181,7 @@ def open_source(checkpoint: Checkpoint, job: Job) -> WholeParameters:
 def _check_space(needed: int, partial: PartialFolder) -> None:
     if rule := lack_of_space(partial.path, needed, free_bytes(partial.path), "what is left to write"):
         remedy = "Make room, or name a folder elsewhere"
-        raise JobError([Problem("FOLDER", str(partial.folder), rule, remedy)])
+        raise job_error("FOLDER", str(partial.folder), rule, remedy)
 
 
 def _write_parameters(

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 
 from pipeline.base.files import remove_tree, remove_unfinished, replaced_atomically, sync_folder
-from pipeline.base.problems import JobError, Problem
+from pipeline.base.problems import JobError, job_error
 from pipeline.checkpoints.lineage import LINEAGE, Lineage, saved_lineage
 from pipeline.checkpoints.manifest import read_checkpoint
 from pipeline.job.job import SaveRules
@@ -124,7 +124,7 @@ def steps_in(folder: Path) -> dict[int, list[Path]]:
         return {}
     except OSError as error:
         rule = f"cannot be listed ({error.strerror})"
-        raise JobError([Problem("resume", str(folder), rule, "See to its permissions")]) from error
+        raise job_error("resume", str(folder), rule, "See to its permissions") from error
     steps: dict[int, list[Path]] = {}
     for path, match in sorted(found, key=lambda each: each[0].name):
         if match:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.files import replaced_atomically
-from pipeline.base.problems import JobError, Problem
+from pipeline.base.problems import JobError, job_error
 
 LINEAGE = "lineage.json"
 BEFORE_ALL = -1  # a step before every checkpoint's
@@ -77,7 +77,7 @@ def read_lineage(folder: Path) -> Lineage:
             f"behind when it went back to an earlier one"
         )
         remedy = "Name the checkpoint to resume from with --resume PATH, which replaces the file"
-        raise JobError([Problem("resume", str(path), rule, remedy)]) from error
+        raise job_error("resume", str(path), rule, remedy) from error
 
 
 def saved_lineage(folder: Path) -> Lineage | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from pipeline.base.problems import JobError, Problem
+from pipeline.base.problems import job_error
 from pipeline.checkpoints.folder import named_by_latest, point_latest
 from pipeline.checkpoints.hosts import complete_hosts
 from pipeline.checkpoints.lineage import Lineage, saved_lineage, write_lineage
@@ -72,7 +72,7 @@ def _require_every_part(engine: TrainEngine, checkpoint: Checkpoint) -> None:
     if any(gather_objects(engine.parallel, checkpoint.missing)):
         rule = f"was saved with other settings of offload or of DeepSpeed's buffers, and {PARTS_APART}"
         remedy = f"{ONE_FOLDER}, or resume with the settings it was saved with"
-        raise JobError([Problem("resume", str(checkpoint.path), rule, remedy)])
+        raise job_error("resume", str(checkpoint.path), rule, remedy)
 
 
 def resume_from(engine: TrainEngine, checkpoint: Checkpoint) -> None:

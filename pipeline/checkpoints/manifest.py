@@ -30,7 +30,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pipeline.base.files import replaced_atomically
-from pipeline.base.problems import JobError, Problem
+from pipeline.base.problems import job_error
 from pipeline.checkpoints.files import ALGORITHMS, digest_of
 from pipeline.checkpoints.lineage import Branches, parse_branches, read_lineage
 from pipeline.job.job import Job
@@ -248,10 +248,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
         checkpoint = _parse(path)
     except _UNREADABLE as error:
         rule = f"is no complete checkpoint: {MANIFEST} cannot be read ({type(error).__name__}: {error})"
-        raise JobError([Problem("resume", str(path), rule, _remedy(path))]) from error
+        raise job_error("resume", str(path), rule, _remedy(path)) from error
     if wrong := _wrong_files(checkpoint):
         rule = f"is no complete checkpoint: files missing or of another size than when saved: {wrong}"
-        raise JobError([Problem("resume", str(path), rule, CHOOSE_ANOTHER)])
+        raise job_error("resume", str(path), rule, CHOOSE_ANOTHER)
     return checkpoint
 
 

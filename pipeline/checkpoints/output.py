@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from pipeline.base.files import file_lock
-from pipeline.base.problems import JobError, Problem
+from pipeline.base.problems import Problem, job_error
 from pipeline.base.user_input import exists
 from pipeline.checkpoints.folder import LATEST, steps_in
 from pipeline.checkpoints.lineage import LINEAGE
@@ -49,7 +49,7 @@ def only_one(lock: Path, key: str, folder: Path, doing: str) -> Iterator[None]:
             stack.enter_context(file_lock(lock))
         except TimeoutError as error:  # of a disk, inside, it would be something else
             rule, remedy = f"another process is {doing} into it", "Wait for it, or name another folder"
-            raise JobError([Problem(key, str(folder), rule, remedy)]) from error
+            raise job_error(key, str(folder), rule, remedy) from error
         yield
 
 

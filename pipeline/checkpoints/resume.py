@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.problems import JobError, Problem
+from pipeline.base.problems import JobError, Problem, job_error
 from pipeline.base.user_input import is_file, is_folder
 from pipeline.base.words import ends
 from pipeline.checkpoints.folder import LATEST, named_by_latest, steps_in
@@ -170,7 +170,7 @@ def checkpoint_at(path: Path, key: str = "checkpoint") -> Selection:
     """
     if not is_checkpoint(path):
         rule = "is no checkpoint, and no folder of a run" if is_folder(path) else "there is no such folder"
-        raise JobError([Problem(key, str(path), rule, "Name a run's --output_dir, or a checkpoint")])
+        raise job_error(key, str(path), rule, "Name a run's --output_dir, or a checkpoint")
     try:
         if is_file(path / MANIFEST):
             return Selection(read_checkpoint(path))
@@ -179,7 +179,7 @@ def checkpoint_at(path: Path, key: str = "checkpoint") -> Selection:
         remedy = "Name another checkpoint"
         raise JobError([replace(problem, key=key, remedy=remedy) for problem in error.problems]) from error
     if found.checkpoint is None:
-        raise JobError([Problem(key, str(path), "the run has not saved yet", "Let it save first")])
+        raise job_error(key, str(path), "the run has not saved yet", "Let it save first")
     return found
 
 

@@ -32,7 +32,7 @@ from torch.serialization import (
     safe_globals,
 )
 
-from pipeline.base.problems import JobError, Problem
+from pipeline.base.problems import JobError, Problem, job_error
 from pipeline.base.words import few
 from pipeline.checkpoints.files import DigestStream, WrittenFile, synced
 
@@ -175,7 +175,7 @@ def load_torch_file(
             return torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
     except pickle.UnpicklingError as error:
         rule = f"cannot be read safely ({_reason(error)})"
-        raise JobError([Problem("resume", str(path), rule, "Resume from another checkpoint")]) from error
+        raise job_error("resume", str(path), rule, "Resume from another checkpoint") from error
 
 
 def _reason(error: pickle.UnpicklingError) -> str:
@@ -199,4 +199,4 @@ def _imported(name: str) -> tuple[Callable[..., Any], str]:
         return getattr(importlib.import_module(module), attribute), name
     except (ImportError, AttributeError, ValueError) as error:
         rule = f"there is no such thing ({type(error).__name__}: {error})"
-        raise JobError([Problem("allow_pickle", name, rule, "Correct --allow_pickle")]) from error
+        raise job_error("allow_pickle", name, rule, "Correct --allow_pickle") from error

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.base.problems import JobError, Problem
+from pipeline.base.problems import JobError, job_error
 from pipeline.base.words import few
 from pipeline.checkpoints.files import BLOCK, digest_steps
 from pipeline.checkpoints.hosts import host_numbers
@@ -208,7 +208,7 @@ def _named(checkpoint: Checkpoint | None, verifier: Verifier) -> Agreed:
     assert checkpoint is not None, "a checkpoint that is named is found or refused"
     if failure := verifier.failure(checkpoint):
         remedy = "Name another checkpoint, or leave out --resume to take the newest complete one"
-        raise JobError([Problem("resume", str(checkpoint.path), failure, remedy)])
+        raise job_error("resume", str(checkpoint.path), failure, remedy)
     return Agreed(checkpoint)
 
 

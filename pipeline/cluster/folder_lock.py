@@ -36,7 +36,7 @@ import psutil
 
 from pipeline.base.command import say
 from pipeline.base.files import is_local, lock_now, this_system
-from pipeline.base.problems import JobError, Problem
+from pipeline.base.problems import JobError, Problem, job_error
 
 LOCK_FILE = "lock"
 LEASE_FILE = "lease.json"
@@ -282,7 +282,7 @@ def only_job(output_dir: str | Path, timing: Timing = Timing()) -> Iterator[None
         except OSError as error:
             rule = f"cannot be written: {error.strerror}"
             remedy = "Choose another --output_dir, or correct its permissions"
-            raise JobError([Problem("output_dir", str(output_dir), rule, remedy)]) from error
+            raise job_error("output_dir", str(output_dir), rule, remedy) from error
         except LeaseTaken as taken:
             raise JobError([_taken(folder, taken.lease)]) from taken
         stack.callback(lease.release)

@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from pipeline.base.problems import JobError, Problem
+from pipeline.base.problems import JobError, Problem, job_error
 from pipeline.job.world import LOOPBACK
 
 T = TypeVar("T")
@@ -215,14 +215,14 @@ def read_rank_environment(environ: Mapping[str, str] = os.environ) -> RankEnviro
         names = " and ".join(manager.name for manager in managers)
         rule = f"{names} both claim to have started this process, and contradict each other"
         remedy = "Start with one of them, in a shell that has no variables of the other"
-        raise JobError([Problem(managers[-1].rank, environ[managers[-1].rank], rule, remedy)])
+        raise job_error(managers[-1].rank, environ[managers[-1].rank], rule, remedy)
     if managers:
         return _checked(_from_manager(managers[0], environ))
     if not any(name in environ for name in _PLACE):
         if all(name in environ for name in _SEVERAL_BY_ACCELERATE):
             rule = "accelerate was asked for several processes and has started one, as it does without GPUs"
             remedy = "Use --multi_gpu, which starts them on a CPU, too; or --mpirun_hostfile, or torchrun"
-            raise JobError([Problem("accelerate launch", "--num_processes", rule, remedy)])
+            raise job_error("accelerate launch", "--num_processes", rule, remedy)
         return RankEnvironment(0, 1, 0, 1, LOOPBACK, free_port())
     return _checked(_from_launcher(environ))
 
@@ -313,7 +313,7 @@ def _slurm_list(environ: Mapping[str, str], name: str, read: Callable[[str], T])
     except ValueError as error:
         rule = f"the place of a rank in a Slurm step is read from it, and {error}"
         remedy = "Start with srun; or set MASTER_ADDR and MASTER_PORT and use torchrun on each host"
-        raise JobError([Problem(name, text, rule, remedy)]) from error
+        raise job_error(name, text, rule, remedy) from error
 
 
 def _numbers(environ: Mapping[str, str], names: tuple[str, ...], problems: list[Problem]) -> dict[str, int]:

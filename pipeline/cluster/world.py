@@ -98,7 +98,7 @@ def local_world(
     elif num_gpus is not None:
         if not 0 < num_gpus <= MAX_SLOTS:
             rule = f"must be from 1 to {MAX_SLOTS} CPU ranks"
-            raise JobError([Problem("num_gpus", num_gpus, rule, "Give such a number")])
+            raise job_error("num_gpus", num_gpus, rule, "Give such a number")
         host = Host(LOCALHOST, num_gpus)
     else:
         host = Host(LOCALHOST, min(DEFAULT_CPU_RANKS, available_cores()))
@@ -131,7 +131,7 @@ def world_from_hostfile(
     if device.gpus is not None and (missing := set(hosts[0].devices) - set(device.gpus)):
         rule = f"this machine has {len(device.gpus)} usable GPUs, not number {min(missing)}"
         remedy = "Lower slots in the hostfile, or see CUDA_VISIBLE_DEVICES"
-        raise JobError([Problem(path, f"{hosts[0].name} slots={hosts[0].slots}", rule, remedy)])
+        raise job_error(path, f"{hosts[0].name} slots={hosts[0].slots}", rule, remedy)
     return device.under(World(hosts, "cpu", hostfile=path, host_memory=host_memory()))
 
 
@@ -159,7 +159,7 @@ def world_from_environment(environment: RankEnvironment, environ: Mapping[str, s
     if device.gpus is not None and len(device.gpus) < local_size:
         rule = f"{local_size} ranks on this host need as many GPUs, {len(device.gpus)} are visible"
         remedy = "Start fewer ranks, or set DS_ACCELERATOR=cpu to train on the CPU"
-        raise JobError([Problem("LOCAL_SIZE", local_size, rule, remedy)])
+        raise job_error("LOCAL_SIZE", local_size, rule, remedy)
     slots = [min(local_size, size - first) for first in range(0, size, local_size)]
     names = [LOCALHOST] if len(slots) == 1 else [f"host{number}" for number in range(len(slots))]
     hosts = tuple(Host(name, count) for name, count in zip(names, slots, strict=True))
@@ -203,13 +203,13 @@ def _local_device(environ: Mapping[str, str]) -> _Device:
         return _Device("cpu", None, False, None)
     if chosen not in (None, "cuda"):
         rule = "the devices supported here are cuda and cpu"
-        raise JobError([Problem("DS_ACCELERATOR", chosen, rule, "Set it to one of these, or unset it")])
+        raise job_error("DS_ACCELERATOR", chosen, rule, "Set it to one of these, or unset it")
     gpus, problems = visible_gpus(environ)
     if problems:
         raise JobError(problems)
     if chosen == "cuda" and not gpus:
         rule = "there is no usable GPU on this machine"
-        raise JobError([Problem("DS_ACCELERATOR", chosen, rule, "Unset it to train on the CPU")])
+        raise job_error("DS_ACCELERATOR", chosen, rule, "Unset it to train on the CPU")
     if not gpus:
         return _Device("cpu", None, False, None)
     names = " + ".join(sorted({gpu.name for gpu in gpus}))

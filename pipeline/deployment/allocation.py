@@ -13,7 +13,7 @@ import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 
-from pipeline.base.problems import JobError, Problem
+from pipeline.base.problems import JobError, Problem, job_error
 from pipeline.cluster.hostfile import MAX_SLOTS, host_name_rule
 from pipeline.cluster.launcher_options import LauncherOptions
 from pipeline.cluster.rank_environment import slurm_counts
@@ -90,13 +90,13 @@ def scontrol(arguments: Sequence[str]) -> str:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
     except FileNotFoundError as error:
         rule = "is not on the PATH, and only Slurm can say which hosts it gave"
-        raise JobError([Problem("scontrol", None, rule, "Add Slurm's commands to the PATH")]) from error
+        raise job_error("scontrol", None, rule, "Add Slurm's commands to the PATH") from error
     except subprocess.TimeoutExpired as error:
         rule = f"did not answer in {_SECONDS:g} s"
-        raise JobError([Problem("scontrol", " ".join(command), rule, "Try again")]) from error
+        raise job_error("scontrol", " ".join(command), rule, "Try again") from error
     except subprocess.CalledProcessError as error:
         rule = f"failed: {error.stderr.strip() or f'exit code {error.returncode}'}"
-        raise JobError([Problem("scontrol", " ".join(command), rule, "See to Slurm's controller")]) from error
+        raise job_error("scontrol", " ".join(command), rule, "See to Slurm's controller") from error
     return done.stdout
 
 
@@ -129,7 +129,7 @@ def task_counts(text: str) -> list[int]:
         return slurm_counts(text) if text else []
     except ValueError as error:
         rule = "is not a list of counts such as 2(x3),1"
-        raise JobError([Problem("SLURM_TASKS_PER_NODE", text, rule, "Give --slots N instead")]) from error
+        raise job_error("SLURM_TASKS_PER_NODE", text, rule, "Give --slots N instead") from error
 
 
 def _host_problems(name: str, slots: int) -> list[Problem]:

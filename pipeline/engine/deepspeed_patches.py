@@ -26,7 +26,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe.schedule import ReduceTiedGrads
 from torch import Tensor
 
-from pipeline.base.problems import JobError, Problem
+from pipeline.base.problems import job_error
 from pipeline.engine.optimizer import clip_global_norm
 
 TESTED_VERSION = "0.19.8"
@@ -50,7 +50,7 @@ def require_tested_version(installed: str = deepspeed.__version__) -> str | None
         return f"DeepSpeed {installed} is later than the tested release {TESTED_VERSION}"
     rule = f"the pipeline changes internals of DeepSpeed and was tested with {TESTED_VERSION} only"
     remedy = f"Install deepspeed=={TESTED_VERSION}, as ./launch.sh --setup_only does"
-    raise JobError([Problem("deepspeed", installed, rule, remedy)])
+    raise job_error("deepspeed", installed, rule, remedy)
 
 
 @contextlib.contextmanager

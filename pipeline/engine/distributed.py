@@ -10,7 +10,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from pipeline.base.problems import JobError, Problem
+from pipeline.base.problems import job_error
 from pipeline.cluster.world import available_cores
 from pipeline.engine.deepspeed_patches import skip_inference_op
 
@@ -50,7 +50,7 @@ def _require_cuda() -> None:
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
     rule = f"this host has GPUs, but torch {torch.__version__} (built for {build}) cannot use them"
     remedy = "Install a torch build that fits the driver, or set DS_ACCELERATOR=cpu to train on the CPU"
-    raise JobError([Problem("device", "cuda", rule, remedy)])
+    raise job_error("device", "cuda", rule, remedy)
 
 
 def stop_distributed() -> None:

@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from pipeline.base.problems import JobError, Problem
+from pipeline.base.problems import job_error
 from pipeline.hugging_face.safetensors_files import stored_tensors
 from pipeline.hugging_face.tensor_map import OUTPUT, TIED, Block, Entry, tensor_map
 from pipeline.job.initial_weights import NO_COPY, NO_COPY_REMEDY, SAMPLE_BYTES, SAMPLES, full_name
@@ -101,14 +101,14 @@ class FolderWeights:
             values = stored[columns, rows].t() if entry.transposed else stored[rows, columns]
         if not torch.isfinite(values).all():
             rule = f"holds values in {name} that are infinite or no numbers"
-            raise JobError([Problem("model", str(file), rule, NAN_REMEDY)])
+            raise job_error("model", str(file), rule, NAN_REMEDY)
         return values.float().numpy()
 
     def _require_copy(self, entry: Entry, order: np.ndarray, values: np.ndarray) -> None:
         output = Entry(OUTPUT, (Block(OUTPUT, 0, entry.blocks[0].rows),), entry.columns, order=entry.order)
         if not np.array_equal(self._gather(output, order, slice(None)), values):
             file, _ = self._places[OUTPUT]
-            raise JobError([Problem("model", str(file), NO_COPY, NO_COPY_REMEDY)])
+            raise job_error("model", str(file), NO_COPY, NO_COPY_REMEDY)
 
 
 def _open(file: Path) -> Any:

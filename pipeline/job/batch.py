@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pipeline.base.problems import JobError, Problem
+from pipeline.base.problems import job_error
 from pipeline.job.job import Batch, Resolved
 
 TRAIN = "train_batch_size"
@@ -74,7 +74,7 @@ def resolve_batch(
     product = micro * steps * request.data
     if train != product:
         rule = f"must be {MICRO} {micro} * {STEPS} {steps} * {request.data} data ranks = {product}"
-        raise JobError([Problem(where(TRAIN), train, rule, f"Give two of {TRAIN}, {MICRO} and {STEPS}")])
+        raise job_error(where(TRAIN), train, rule, f"Give two of {TRAIN}, {MICRO} and {STEPS}")
     return Batch(train, micro, steps, request.sequence_length), notes + _notes(request, micro, steps)
 
 
@@ -89,7 +89,7 @@ def _train(request: BatchRequest, where: Callable[[str], str]) -> tuple[int, tup
         return train, (Resolved(TRAIN, train, f"{micro} * {steps} * {data} data ranks"),)
     if request.usual is None:
         rule = "a model read from a file has no usual batch"
-        raise JobError([Problem(where(TRAIN), None, rule, f"Give {TRAIN} or {MICRO}")])
+        raise job_error(where(TRAIN), None, rule, f"Give {TRAIN} or {MICRO}")
     unit = (micro or 1) * (steps or request.least_steps) * data
     train = -(-request.usual // unit) * unit
     reason = f"the model's usual {request.usual}"
@@ -111,7 +111,7 @@ def _quotient(train: int, factor: int, data: int, factor_key: str | None, where:
     unit = factor * data
     rule = f"must be a multiple of {named}{data} (data ranks) = {unit}, and {train} / {unit} leaves {rest}"
     near = max(train // unit, 1) * unit
-    raise JobError([Problem(where(TRAIN), train, rule, f"Use {near} or {near + unit}, or change the layout")])
+    raise job_error(where(TRAIN), train, rule, f"Use {near} or {near + unit}, or change the layout")
 
 
 def _open_micro(request: BatchRequest, replica: int) -> int:

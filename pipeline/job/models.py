@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.json_reader import read_json
-from pipeline.base.problems import JobError, Problem
+from pipeline.base.problems import JobError, Problem, job_error
 from pipeline.base.user_input import is_file, is_folder
 from pipeline.base.words import did_you_mean
 from pipeline.hugging_face.config import KINDS, model_from_hugging_face
@@ -312,4 +312,4 @@ def _from_description(values: dict[str, Any], source: str) -> ModelConfig:
     if "num_kv_heads" in values:
         return model_from_json({**values, "name": source}, source)
     rule = f"has neither model_type (Hugging Face: {', '.join(KINDS)}) nor this project's own fields"
-    raise JobError([Problem(f"{source}: model_type", None, rule, "Give the model_type")])
+    raise job_error(f"{source}: model_type", None, rule, "Give the model_type")

@@ -25,7 +25,7 @@ from pipeline.base.fields import (
     type_problem,
     with_paths,
 )
-from pipeline.base.problems import JobError, Problem
+from pipeline.base.problems import JobError, Problem, job_error
 from pipeline.base.user_input import exists, parse_duration
 from pipeline.base.words import did_you_mean
 from pipeline.job.stop_file import STAMP
@@ -300,7 +300,7 @@ def _refuse_empty_data(args: Sequence[str]) -> None:
     for argument, following in zip(args, [*args[1:], "--"], strict=False):
         if argument == "--data" and following.startswith("--"):
             remedy = "Name files or folders, or leave --data out"
-            raise JobError([Problem("data", "", "is given without a path", remedy)])
+            raise job_error("data", "", "is given without a path", remedy)
 
 
 def from_run_file(path: Path, kind: type[O] = Options) -> O:  # type: ignore[assignment]
@@ -315,10 +315,10 @@ def from_run_file(path: Path, kind: type[O] = Options) -> O:  # type: ignore[ass
             raise TypeError("its options are no object")
     except FileNotFoundError as error:
         rule = "there is no such file"
-        raise JobError([Problem("config", str(path), rule, f"Give the {RUN_FILE} of a run")]) from error
+        raise job_error("config", str(path), rule, f"Give the {RUN_FILE} of a run") from error
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         rule = f"cannot be read as a {RUN_FILE} ({type(error).__name__}: {error})"
-        raise JobError([Problem("config", str(path), rule, f"Give the {RUN_FILE} of a run")]) from error
+        raise job_error("config", str(path), rule, f"Give the {RUN_FILE} of a run") from error
     return from_json(saved, kind, str(path))
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from pipeline.base.fields import AUTO, Undecided, shown
 from pipeline.base.json_reader import read_json
-from pipeline.base.problems import JobError, Problem
+from pipeline.base.problems import JobError, Problem, job_error
 from pipeline.base.user_input import exists, parse_duration
 from pipeline.data.corpus import SourceSpec
 from pipeline.job.batch import MICRO, STEPS, TRAIN, BatchRequest, resolve_batch
@@ -259,7 +259,7 @@ def _train_steps(facts: Facts, draft: Draft) -> int:
         return draft.note("train_steps", steps, f"{options.train_tokens} tokens / {per_step} per step")
     if facts.defaults is None:
         rule = "a model read from a file has no usual length of training"
-        raise JobError([Problem("train_steps", None, rule, "Give --train_steps or --train_tokens")])
+        raise job_error("train_steps", None, rule, "Give --train_steps or --train_tokens")
     return draft.note("train_steps", facts.defaults.train_steps, "usual for this model")
 
 

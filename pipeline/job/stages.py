@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import inf
 
-from pipeline.base.problems import JobError, Problem
+from pipeline.base.problems import JobError, Problem, job_error
 from pipeline.base.words import did_you_mean
 from pipeline.model.counts import LayerSize
 
@@ -54,7 +54,7 @@ def partition(
     if not isinstance(method, str):
         return _listed(layers, chunks, method, key)
     if method not in METHODS:
-        raise JobError([Problem(key, method, "there is no such partition", did_you_mean(method, METHODS))])
+        raise job_error(key, method, "there is no such partition", did_you_mean(method, METHODS))
     costs = [layer.held if method == "parameters" else 1 for layer in layers]
     return _balanced(costs, [layer.held > 0 for layer in layers], chunks)
 
@@ -74,7 +74,7 @@ def _listed(layers: Sequence[LayerSize], chunks: int, counts: Sequence[int], key
     value = list(counts)
     if not all(type(count) is int and count >= 1 for count in value):
         rule, remedy = "each chunk has at least one layer, as a whole number", "Correct the list"
-        raise JobError([Problem(key, value, rule, remedy)])
+        raise job_error(key, value, rule, remedy)
     problems = []
     if len(value) != chunks:
         rule = f"has {len(value)} entries for {chunks} chunks"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from pipeline.base.problems import JobError, Problem
+from pipeline.base.problems import Problem, job_error
 from pipeline.base.user_input import is_file, is_text
 from pipeline.checkpoints.manifest import Checkpoint
 from pipeline.checkpoints.resume import is_checkpoint
@@ -58,7 +58,7 @@ def tokenizer_of_checkpoint(checkpoint: Checkpoint, name: str | None) -> Tokeniz
         if is_file(folder / TOKENIZER_FOLDER / TOKENIZER):
             return load_tokenizer(str(folder / TOKENIZER_FOLDER))
     rule = f"neither {checkpoint.path} nor its run has a folder {TOKENIZER_FOLDER}"
-    raise JobError([Problem("tokenizer", None, rule, "Give --tokenizer")])
+    raise job_error("tokenizer", None, rule, "Give --tokenizer")
 
 
 def dtype_problems(dtype: str) -> list[Problem]:

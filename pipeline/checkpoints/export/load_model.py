@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from pipeline.base.problems import JobError, Problem
+from pipeline.base.problems import JobError, job_error
 from pipeline.checkpoints.export.arguments import model_of_checkpoint, tokenizer_of_checkpoint
 from pipeline.checkpoints.export.tensors import rounded, tensors, verified_state
 from pipeline.checkpoints.manifest import Checkpoint
@@ -54,14 +54,14 @@ def from_folder(folder: Path, tokenizer_name: str | None, dtype: torch.dtype) ->
         tokenizer = _of_transformers(own) if own else AutoTokenizer.from_pretrained(folder, **_OFFLINE)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         rule = f"cannot be opened ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
-        raise JobError([Problem("source", str(folder), rule, "Name a model's folder")]) from error
+        raise job_error("source", str(folder), rule, "Name a model's folder") from error
     if wrong := sorted(found["missing_keys"]):
         rule = f"its weights lack {len(wrong)} tensors, {wrong[0]} among them"
-        raise JobError([Problem("source", str(folder), rule, "Download or save the folder again")])
+        raise job_error("source", str(folder), rule, "Download or save the folder again")
     if spoiled := [name for name, value in model.named_parameters() if not value.isfinite().all()]:
         rule = f"{len(spoiled)} tensors hold values that it cannot, {spoiled[0]} among them"
         name = str(dtype).removeprefix("torch.")
-        raise JobError([Problem("dtype", name, rule, "Use another --dtype, or other weights")])
+        raise job_error("dtype", name, rule, "Use another --dtype, or other weights")
     model.generation_config = GenerationConfig(
         **{name: getattr(model.generation_config, name) for name in TOKEN_IDS}
     )

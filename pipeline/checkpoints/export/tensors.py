@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.base.problems import JobError, Problem
+from pipeline.base.problems import JobError, job_error
 from pipeline.checkpoints.manifest import Checkpoint
 from pipeline.checkpoints.resume import partial_problems
 from pipeline.checkpoints.stored import MASTER, StoredState
@@ -45,7 +45,7 @@ def verified_state(checkpoint: Checkpoint, allowed: Collection[str]) -> StoredSt
     # All files are here, so that this one process may verify those of every host.
     verifier = Verifier(Parallel.single(), 0, allowed)
     if failure := verifier.failure(replace(checkpoint, shared=True)):
-        raise JobError([Problem("checkpoint", str(checkpoint.path), failure, "Name another checkpoint")])
+        raise job_error("checkpoint", str(checkpoint.path), failure, "Name another checkpoint")
     return StoredState(checkpoint.path, allowed)
 
 
@@ -85,7 +85,7 @@ def rounded(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     values = tensor.to(dtype)
     if dtype == torch.float16 and not values.isfinite().all() and tensor.isfinite().all():
         rule = f"{name} has values up to {tensor.abs().max():g}, and float16 ends at 65504"
-        raise JobError([Problem("dtype", "float16", rule, "Use --dtype bfloat16 or float32")])
+        raise job_error("dtype", "float16", rule, "Use --dtype bfloat16 or float32")
     return values
 
 

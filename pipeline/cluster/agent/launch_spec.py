@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from pipeline.base.problems import JobError, Problem
+from pipeline.base.problems import JobError, Problem, job_error
 from pipeline.cluster.agent.host_inquiry import Inquiry
 from pipeline.cluster.rank_environment import RankEnvironment, read_rank_environment, try_port
 
@@ -132,7 +132,7 @@ def placed(spec: LaunchSpec, environ: Mapping[str, str]) -> RankEnvironment:
     found = read_rank_environment(rendezvous | dict(environ))
     if found.world_size != spec.world_size:
         rule = f"the world that was checked has {spec.world_size} ranks"
-        raise JobError([Problem("WORLD_SIZE", found.world_size, rule, "Start the ranks that were checked")])
+        raise job_error("WORLD_SIZE", found.world_size, rule, "Start the ranks that were checked")
     host, local_rank, slots = spec.place(found.rank)
     name, problems = spec.hosts[host][0], []
     if found.local_size != slots:
