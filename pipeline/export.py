@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from pipeline.base.command import end_interrupts, run_command, show_messages
+from pipeline.base.command_line import read_command_line
 from pipeline.base.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem
 from pipeline.checkpoints.export.arguments import (
     bytes_of,
@@ -24,7 +25,7 @@ from pipeline.checkpoints.export.arguments import (
 )
 from pipeline.checkpoints.resume import checkpoint_at
 from pipeline.hugging_face.families import family_of
-from pipeline.job.options import PathName, read_command_line
+from pipeline.job.options import PathName
 from pipeline.job.report import console, print_problems
 from pipeline.training.quiet import quiet_deepspeed
 

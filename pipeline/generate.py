@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.base.command import run_command, show_messages
+from pipeline.base.command_line import read_command_line
 from pipeline.base.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, JobError
 from pipeline.checkpoints.export.arguments import GenerateOptions, length_problems, option_problems, sampling
 from pipeline.checkpoints.resume import checkpoint_at, is_checkpoint
-from pipeline.job.options import read_command_line
 from pipeline.job.report import console, print_problems
 from pipeline.training.quiet import quiet_deepspeed
 

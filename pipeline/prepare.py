@@ -17,6 +17,7 @@ import numpy as np
 import tyro
 
 from pipeline.base.command import run_command, show_messages
+from pipeline.base.command_line import read_command_line
 from pipeline.base.fields import range_problems
 from pipeline.base.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem, job_error
 from pipeline.base.user_input import exists, is_folder
@@ -37,7 +38,6 @@ from pipeline.job.options import (
     LostCharacters,
     Name,
     PathName,
-    read_command_line,
 )
 from pipeline.job.report import console, print_interruption, print_problems
 

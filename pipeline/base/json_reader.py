@@ -7,10 +7,12 @@ numbers beyond 64 bits, and half characters (lone surrogates).
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +39,68 @@ class Document:
         lines: Line of each key, by dotted path (``zero_optimization.stage``).
         problems: Why it could not be read, or keys that appear twice. Values are then what was
             understood up to there.
+        overlaid: Keys whose values are a command line's (`with_values`).
     """
 
     path: str
     values: dict[str, Any]
     lines: dict[str, int] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
+    overlaid: frozenset[str] = frozenset()
 
     def where(self, key: str) -> str:
         """The dotted key with its file and line, as problems name it."""
         line = self.lines.get(key)
+        outer = not line and any(other.startswith(f"{key}.") for other in self.overlaid)
+        if outer or any(f"{key}.".startswith(f"{other}.") for other in self.overlaid):
+            return f"{key} (--set)"
         return f"{key} ({self.path}:{line})" if line else f"{key} ({self.path})"
+
+
+def with_values(document: Document, assignments: Sequence[str]) -> Document:
+    """The object with values of a command line in it, the last one of each key.
+
+    Args:
+        assignments: ``KEY.NAME=VALUE``. VALUE is JSON, or else a text.
+    """
+    if document.problems and not document.values:  # nothing was understood, and this would hide it
+        return document
+    values, problems, keys = copy.deepcopy(document.values), list(document.problems), set(document.overlaid)
+    for text in assignments:
+        key, equals, written = text.partition("=")
+        *outer, name = key.split(".")
+        if not equals or not all((*outer, name)):
+            remedy = "Write it as --set optimizer.params.lr=3e-4"
+            problems.append(Problem("set", text, "is not KEY=VALUE", remedy))
+            continue
+        block: Any = values
+        for each in outer:
+            block = block.setdefault(each, {}) if isinstance(block, dict) else None
+        if not isinstance(block, dict):
+            rule = f"{'.'.join(outer)} is no object that could hold it"
+            problems.append(Problem("set", text, rule, "Set the outer key, or correct the file"))
+        else:
+            try:
+                block[name] = _value(written)
+                keys.add(key)
+            except _Malformed as error:
+                problems.append(Problem("set", text, error.rule, "Correct the value"))
+    return replace(document, values=values, problems=tuple(problems), overlaid=frozenset(keys))
+
+
+def _value(text: str) -> Any:
+    """JSON, or a text that is none and does not begin like a list, an object or a string."""
+    parser = _Parser(text, "")
+    try:
+        value = parser.value("")
+        if parser.position == len(text):
+            return value
+    except _Malformed:
+        if text[:1] in ("{", "[", '"'):
+            raise
+    if text[:1] in ("{", "[", '"'):
+        raise _Malformed(parser.position, "something follows the value")
+    return text
 
 
 class _Malformed(ValueError):

@@ -13,13 +13,18 @@ def counted(number: int, name: str) -> str:
     return f"{number:,} {name}{'' if number == 1 else 's'}"
 
 
+def near(name: str, known: Iterable[str]) -> str | None:
+    """The likely spelling of an unknown name."""
+    choice = sorted(known)
+    words = sorted(name.lower().replace("-", "_").split("_"))
+    found = get_close_matches(name.lower(), choice, n=1, cutoff=0.6)
+    return next(iter([*found, *(other for other in choice if sorted(other.split("_")) == words)]), None)
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A remedy for an unknown name: the likely spelling, or the whole choice."""
-    choice = sorted(known)
-    near = get_close_matches(name.lower(), choice, n=1, cutoff=0.6)
-    words = sorted(name.lower().replace("-", "_").split("_"))
-    near = near or [other for other in choice if sorted(other.split("_")) == words]
-    return f"The nearest name is {near[0]}" if near else f"Choose from {', '.join(choice)}"
+    nearest, choice = near(name, known), ", ".join(sorted(known))
+    return f"The nearest name is {nearest}" if nearest else f"Choose from {choice}"
 
 
 def listed(numbers: Iterable[int]) -> str:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.base.problems import Problem
 from pipeline.data.corpus import SourceSpec
 from pipeline.data.tokenizer_folder import TokenizerFacts
 from pipeline.job.initial_weights import InitialWeights
-from pipeline.job.options import Options
 from pipeline.job.schedules import LearningRate
 from pipeline.job.world import World
 from pipeline.model.config import ModelConfig
 from pipeline.parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from pipeline.job.options import Options  # which reads the schema, which has the names of this module
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 

@@ -8,26 +8,20 @@ from __future__ import annotations
 
 import json
 import re
-import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from math import inf
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-import tyro
-
-from pipeline.base.fields import (
-    Limits,
-    fields_of,
-    path_problem,
-    range_problems,
-    type_problem,
-    with_paths,
-)
+from pipeline.base.command_line import read_command_line, with_expanded_paths
+from pipeline.base.fields import Limits, fields_of, range_problems, type_problem
 from pipeline.base.problems import JobError, Problem, job_error
 from pipeline.base.user_input import exists, parse_duration
 from pipeline.base.words import did_you_mean
+from pipeline.job.foreign_keys import of_megatron
+from pipeline.job.schema import KEYS
 from pipeline.job.stop_file import STAMP
 
 RUN_FILE = "run.json"
@@ -51,6 +45,9 @@ class Options:
     deepspeed_config: PathName = "ds_configs/zero1.json"
     """DeepSpeed JSON: batch sizes, precision, ZeRO, optimizer, schedule and the parallel sizes. A relative
     path is looked up in the current folder, then in the project's."""
+    set: tuple[str, ...] = ()
+    """KEY=VALUE over the DeepSpeed JSON: --set optimizer.params.lr=3e-4 zero_optimization.stage=2. VALUE as
+    JSON has it; what is no JSON is a text. Beside --config they are added to those of the run.json."""
     strict: bool = False
     """Refuse what is otherwise noted: keys of the JSON that change nothing in this job."""
     model: PathName = "auto"
@@ -150,7 +147,7 @@ class Options:
     """What lay at the stop file's path when the job was launched; ./launch.sh says so. None: rank 0 looks
     when it is started."""
     deepspeed: bool = False
-    """Accepted as DeepSpeed's users pass it; DeepSpeed is always on."""
+    """Accepted as DeepSpeed's users pass it; DeepSpeed is always on. With a FILE: --deepspeed_config."""
     local_rank: int | None = None
     """Accepted as DeepSpeed's launcher passes it, beside the LOCAL_RANK that is used."""
 
@@ -206,83 +203,107 @@ class CheckOptions(Options):
 
 
 O = TypeVar("O", bound=Options)  # noqa: E741
-R = TypeVar("R")
 
 
-def parse_options(args: Sequence[str], kind: type[O] = Options, prog: str | None = None) -> O:  # type: ignore[assignment]
+def parse_options(
+    args: Sequence[str],
+    kind: type[O] = Options,  # type: ignore[assignment]
+    prog: str | None = None,
+    others: Iterable[str] = (),
+) -> O:
     """Read the command line.
 
+    Args:
+        others: Names of options that the same command takes and reads elsewhere.
+
     Raises:
-        SystemExit: with code 2 after a message for an unknown option or a value of the wrong type; with
-            code 0 after --help.
-        JobError: the file given with --config cannot be used, or --data has no path.
+        SystemExit: as `read_command_line`.
+        JobError: an option that does not exist or a number that is none, the file given with --config cannot
+            be used, or --data has no path.
     """
     _refuse_empty_data(args)
-    saved = _config_argument(with_expanded_paths(args, kind))
+    args = spelled_out(args, kind)
+    saved = _config_argument(args)
     default = kind() if saved is None else from_run_file(Path(saved), kind)
-    return read_command_line(kind, args, prog, default)
+    # What is given replaces a default, and these add to it.
+    read = read_command_line(kind, args, prog, replace(default, set=()), others, _of_others)
+    return replace(read, set=(*default.set, *read.set))
 
 
-def read_command_line(
-    kind: type[R], args: Sequence[str] | None, prog: str | None, default: R | None = None
-) -> R:
-    """A record of options, read as all commands read theirs.
-
-    Args:
-        args: The command line; None: this process's.
-        default: What holds for options that are not given, instead of the record's defaults.
-
-    Raises:
-        SystemExit: as `parse_options`.
-        JobError: a path has a variable that is not set.
-    """
-    given = {} if default is None else {"default": default}
-    read = tyro.cli(
-        kind,
-        args=_gathered(sys.argv[1:] if args is None else args, kind),
-        prog=prog,
-        use_underscores=True,
-        config=(tyro.conf.FlagCreatePairsOff,),
-        **given,
-    )
-    known = fields_of(kind)
-    values = {name: getattr(read, name) for name in known}
-    if found := list(filter(None, (path_problem(known[name], values[name], name) for name in known))):
-        raise JobError(found)
-    return kind(**{name: with_paths(known[name], values[name]) for name in known})
+def spelled_out(args: Sequence[str], kind: type[Options]) -> list[str]:
+    """The command line with ``--deepspeed FILE`` under its name here, and paths as `with_expanded_paths`."""
+    result: list[str] = []
+    for argument, following in pairwise([*args, "--"]):
+        with_file = argument.startswith("--deepspeed=") or (
+            argument == "--deepspeed" and not following.startswith("-")
+        )
+        result.append(argument.replace("--deepspeed", "--deepspeed_config", 1) if with_file else argument)
+    return with_expanded_paths(result, kind)
 
 
-def with_expanded_paths(args: Sequence[str], kind: type) -> list[str]:
-    """The command line with ~ and variables in its paths read here, for ranks on other hosts. A path that
-    cannot be read stays, and `read_command_line` says why."""
-    known, result, field = fields_of(kind), [], None
-    for argument in args:
-        option, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
-        if option:
-            field = known.get(option[2:].replace("-", "_"))
-        if field is not None and (equals or not option) and path_problem(field, value, "") is None:
-            value = with_paths(field, value)
-        result.append(f"{option}{equals}{value}")
-    return result
+# Names that transformers' Trainer, Megatron and nanoGPT have -> keys of the JSON, options.
+_KEYS_OF_OTHERS = {
+    "learning_rate": "optimizer.params.lr",
+    "lr": "optimizer.params.lr",
+    "weight_decay": "optimizer.params.weight_decay",
+    "batch_size": "train_batch_size",
+    "global_batch_size": "train_batch_size",
+    "micro_batch_size": "train_micro_batch_size_per_gpu",
+    "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
+    "max_grad_norm": "gradient_clipping",
+    "grad_clip": "gradient_clipping",
+    "clip_grad": "gradient_clipping",
+    "optim": "optimizer.type",
+    "optimizer": "optimizer.type",
+    "lr_scheduler_type": "scheduler.type",
+    "scheduler": "scheduler.type",
+    "warmup_steps": "scheduler.params.warmup_num_steps",
+    "warmup_iters": "scheduler.params.warmup_num_steps",
+    "lr_warmup_iters": "scheduler.params.warmup_num_steps",
+    "fp16": "fp16.enabled",
+    "bf16": "bf16.enabled",
+    "zero_stage": "zero_optimization.stage",
+    "pipeline_parallel_size": "pipeline.stages",
+    "pipeline_model_parallel_size": "pipeline.stages",
+    "tensor_parallel_size": "tensor_parallel.autotp_size",
+    "tensor_model_parallel_size": "tensor_parallel.autotp_size",
+    "context_parallel_size": "sequence_parallel_size",
+    "gradient_checkpointing": "activation_checkpointing.mode",
+    "recompute_granularity": "activation_checkpointing.mode",
+}
+_OPTIONS_OF_OTHERS = {
+    "max_steps": "train_steps",
+    "max_iters": "train_steps",
+    "train_iters": "train_steps",
+    "save_steps": "save_interval",
+    "eval_steps": "eval_interval",
+    "logging_steps": "log_interval",
+    "save_total_limit": "keep_last",
+    "model_name_or_path": "model",
+    "model_name": "model",
+    "dataset": "data",
+    "data_path": "data",
+    "train_file": "data",
+    "validation_file": "validation",
+    "block_size": "seq_length",
+    "max_seq_length": "seq_length",
+    "out_dir": "output_dir",
+    "save": "output_dir",
+    "resume_from_checkpoint": "resume",
+    "load": "resume",
+}
 
 
-def _gathered(args: Sequence[str], kind: type) -> list[str]:
-    """The same with all values of a list option at its first place: of an option given twice, tyro takes the
-    last one's values."""
-    lists = {f"--{name}" for name, field in fields_of(kind).items() if field.forms[0].kind is list}
-    group: list[str] = []
-    groups: dict[str | int, list[str]] = {-1: group}
-    for place, argument in enumerate(args):
-        option, equals, value = argument.partition("=")
-        option = option.replace("-", "_").replace("__", "--", 1)
-        if not argument.startswith("--"):
-            group.append(argument)
-        elif option in lists:
-            group = groups.setdefault(option, [option])
-            group += [value] if equals else []
-        else:
-            group = groups[place] = [argument]
-    return [argument for group in groups.values() for argument in group]
+def _of_others(name: str, value: str | None) -> tuple[str, str] | None:
+    """Rule and remedy for an option that is a key of the JSON, or an option under another name."""
+    keys = [path for path, key in KEYS.items() if not key.block and path.rpartition(".")[2] == name]
+    if key := _KEYS_OF_OTHERS.get(name, keys[0] if len(keys) == 1 else None):
+        switch = key.endswith((".enabled", "activation_checkpointing.mode"))
+        given = {"activation_checkpointing.mode": "full"}.get(key, "true") if switch else value or "VALUE"
+        return f"is {key} of the DeepSpeed JSON", f"Give --set {key}={given}, or write it there"
+    if option := _OPTIONS_OF_OTHERS.get(name):
+        return "has another name here", f"Give --{option} {value or 'VALUE'}"
+    return of_megatron(name, value, {})
 
 
 def _config_argument(args: Sequence[str]) -> str | None:

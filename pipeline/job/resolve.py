@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline.base.fields import AUTO, Undecided, shown
-from pipeline.base.json_reader import read_json
+from pipeline.base.json_reader import read_json, with_values
 from pipeline.base.problems import JobError, Problem, job_error
 from pipeline.base.user_input import exists, parse_duration
 from pipeline.data.corpus import SourceSpec
@@ -135,7 +135,7 @@ def examine(
             job was meant for, a step must stay what it was.
     """
     draft = Draft(options, world, list(problems))
-    settings = Settings(read_json(config_path(options.deepspeed_config)))
+    settings = Settings(with_values(read_json(config_path(options.deepspeed_config)), options.set))
     draft.problems += [*option_problems(options), *settings.problems]
     draft.model = draft.derive("model", _model, options, world)
     _inputs(options, draft)

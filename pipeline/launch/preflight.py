@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import IO, TypeVar
 
@@ -25,7 +25,7 @@ from pipeline.cluster.launcher_options import (
 )
 from pipeline.cluster.world import Paper, resolve_world
 from pipeline.job.job import Job
-from pipeline.job.options import Options, parse_options, with_expanded_paths
+from pipeline.job.options import Options, parse_options, spelled_out
 from pipeline.job.report import console, describe, print_problems, verdict
 from pipeline.job.resolve import Draft, examine
 from pipeline.job.world import World
@@ -53,8 +53,9 @@ def read_arguments(
             print("\njob options:\n", flush=True)
             parse_options(["--help"], kind, program)  # ends this process
     launcher, job_arguments = split_arguments(arguments, program)
-    job_arguments = with_expanded_paths(job_arguments, kind)
-    return launcher, parse_options(job_arguments, kind, program), job_arguments
+    job_arguments = spelled_out(job_arguments, kind)
+    others = [option.name for option in fields(LauncherOptions)]
+    return launcher, parse_options(job_arguments, kind, program, others), job_arguments
 
 
 def check(

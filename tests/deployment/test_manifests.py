@@ -287,12 +287,14 @@ def test_variables_with_innocent_names_are_taken(make: Callable[..., str]) -> No
     assert [each["name"] for each in pod_and_container(text)[1]["env"]] == names
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--no_such_option"], ["--train_steps", "many"], ["--max_restarts", "x"]]
-)
-def test_unknown_options_end_with_code_2(arguments: list[str]) -> None:
+@pytest.mark.parametrize("arguments", [["--no_such_option"], ["--train_steps", "many"]])
+def test_unknown_options_of_the_job_end_with_code_2(arguments: list[str]) -> None:
+    assert deploy.main(["kubernetes", *REQUIRED, *arguments]) == EXIT_WRONG_JOB
+
+
+def test_an_option_of_the_launcher_that_is_no_number_ends_with_code_2() -> None:
     with pytest.raises(SystemExit) as caught:
-        deploy.main(["kubernetes", *REQUIRED, *arguments])
+        deploy.main(["kubernetes", *REQUIRED, "--max_restarts", "x"])
     assert caught.value.code == EXIT_WRONG_JOB
 
 

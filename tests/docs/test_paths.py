@@ -13,7 +13,8 @@ PAGES = sorted(path for path in (*ROOT.glob("*.md"), *ROOT.glob("[!.]*/*.md")) i
 # `job/options.py`, `tests/run.sh`, `pipeline/job/` in backquotes; bare names are not looked for.
 _NAMED = re.compile(r"`((?:[a-z_]+/)+(?:[a-z_0-9]+\.(?:py|md|json|sh))?)`")
 # Below these, a path is a user's: of a run, of data.
-_USERS = ("runs/", "tokens/", "exported/", "checkpoints/latest", "data/", "logs/", "tokenizer/", "ds_config/")
+_USERS = ("runs/", "tokens/", "exported/", "checkpoints/latest", "data/", "logs/", "tokenizer/", "ds_config/",
+          "tensorboard/", "csv_monitor/", "wandb/", "comet/")  # fmt: skip
 
 
 def named(text: str) -> Iterator[str]:

@@ -17,11 +17,12 @@ from pipeline.job.options import (
     from_json,
     option_problems,
     parse_options,
-    with_expanded_paths,
+    spelled_out,
 )
 from pipeline.job.resolve import examine
+from pipeline.job.run_file import run_json
 from pipeline.job.schema import DeepSpeedConfig
-from tests.job.drafts import world
+from tests.job.drafts import V100, world
 
 
 def test_defaults() -> None:
@@ -48,20 +49,53 @@ def test_a_list_given_in_parts_is_whole_and_of_single_values_the_last_counts() -
 def test_the_world_size_belongs_to_the_check() -> None:
     assert parse_options(["--world_size", "4"], CheckOptions).world_size == 4
     for arguments in (["--world_size", "4"], ["--hostfile", "f"]):
-        with pytest.raises(SystemExit) as stop:
+        with pytest.raises(JobError, match=r"--(world_size|hostfile)"):
             parse_options(arguments)
-        assert stop.value.code == 2
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    ("arguments", "rule", "remedy"),
     [
-        (["--train_step", "3"], "--train_steps"),
-        (["--seed", "many"], "--seed"),
-        (["--seed"], "--seed"),
-        (["stray"], "stray"),
+        ("--train_step 3", "there is no such option", "The nearest option is --train_steps"),
+        ("--num_gpu 3", "there is no such option", "The nearest option is --num_gpus"),
+        ("--zzz", "there is no such option", "--help lists the options"),
+        (
+            "--learning_rate 3e-4",
+            "is optimizer.params.lr of the DeepSpeed JSON",
+            "--set optimizer.params.lr=3e-4",
+        ),
+        ("--lr=3e-4", "is optimizer.params.lr of the DeepSpeed JSON", "--set optimizer.params.lr=3e-4"),
+        ("--batch-size 8", "is train_batch_size of the DeepSpeed JSON", "--set train_batch_size=8"),
+        ("--gradient_accumulation_steps 4", "of the DeepSpeed JSON", "--set gradient_accumulation_steps=4"),
+        ("--fp16", "is fp16.enabled of the DeepSpeed JSON", "--set fp16.enabled=true"),
+        ("--bf16 true", "is bf16.enabled of the DeepSpeed JSON", "--set bf16.enabled=true"),
+        ("--zero_stage 3", "of the DeepSpeed JSON", "--set zero_optimization.stage=3"),
+        ("--autotp_size 2", "of the DeepSpeed JSON", "--set tensor_parallel.autotp_size=2"),
+        ("--max_steps 9", "has another name here", "Give --train_steps 9"),
+        ("--hidden-size 64", "is an argument of Megatron-LM or GPT-NeoX", '"hidden_size": 64'),
+        ("--seed many", "must be a whole number", "Give a whole number"),
+        ("--dropout=much", "must be a number", "Give a number"),
     ],
 )
+def test_a_wrong_option_is_answered_with_the_right_one(arguments: str, rule: str, remedy: str) -> None:
+    with pytest.raises(JobError) as caught:
+        parse_options(arguments.split(), others=("num_gpus",))
+    (problem,) = caught.value.problems
+    assert rule in problem.rule and remedy in problem.remedy
+
+
+def test_the_remedy_of_an_option_that_is_a_key_is_taken() -> None:
+    """All problems come at once, and what they say to give is right."""
+    wrong = "--lr 3e-4 --fp16 --warmup_steps 5 --zero_stage 2 --gradient_checkpointing".split()
+    with pytest.raises(JobError) as caught:
+        parse_options(wrong)
+    remedies = [problem.remedy.removeprefix("Give ").partition(",")[0] for problem in caught.value.problems]
+    assert len(remedies) == 5
+    made = examine(parse_options(["--model", "tiny", *" ".join(remedies).split()]), world(2, device=V100))
+    assert made.errors == [] and made.optimizer.lr == 3e-4 and made.job.activation_checkpointing == "full"
+
+
+@pytest.mark.parametrize(("arguments", "text"), [(["--seed"], "--seed"), (["stray"], "stray")])
 def test_a_wrong_command_line_exits_with_2(
     arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -69,6 +103,49 @@ def test_a_wrong_command_line_exits_with_2(
         parse_options(arguments)
     assert stop.value.code == 2
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", ["--deepspeed {}", "--deepspeed={}", "--deepspeed_config {}"])
+def test_the_json_is_named_as_trainer_scripts_name_it(form: str) -> None:
+    assert parse_options(form.format("ds.json").split()) == Options(deepspeed_config="ds.json")
+
+
+def test_values_over_the_json(tmp_path: Path) -> None:
+    """The last of a key counts, run.json keeps them, and those given beside it are added."""
+    config = tmp_path / "ds.json"
+    config.write_text(
+        '{"zero_optimization": {"stage": 1}, "optimizer": {"type": "AdamW", "params": {"lr": 1}}}'
+    )
+    given = ["--deepspeed_config", str(config), "--set", "optimizer.params.lr=3e-4", "optimizer.type=SGD"]
+    made = examine(
+        parse_options([*given, "--set", "optimizer.params.lr=0.5", "train_batch_size=24"]), world(2)
+    )
+    assert made.errors == []
+    assert (made.optimizer.type, made.optimizer.lr, made.batch.train_batch_size) == ("SGD", 0.5, 24)
+    assert made.job.json["optimizer"] == {"type": "SGD", "params": {"lr": 0.5}}
+    run = tmp_path / "run.json"
+    run.write_text(json.dumps(run_json(made.job)))
+    again = examine(parse_options(["--config", str(run), "--set", "zero_optimization.stage=2"]), world(2))
+    assert (again.optimizer.lr, again.job.zero_stage) == (0.5, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "rule"),
+    [
+        ("lr", "set", "is not KEY=VALUE"),
+        ("optimizer..lr=1", "set", "is not KEY=VALUE"),
+        ("optimizer=[1", "set", "expected ',' or ']'"),
+        ("optimizer.type.name=1", "set", "optimizer.type is no object that could hold it"),
+        ("optimizer.params.lrr=1", "optimizer.params.lrr (--set)", "no such key in optimizer.params"),
+        ("zero_optimisation.stage=1", "zero_optimisation (--set)", "there is no such key"),
+        ("zero_optimization.stage=7", "zero_optimization.stage (--set)", "at most 3"),
+        ("gradient_clipping=NaN", "gradient_clipping (--set)", "must be a number"),
+        ("gradient_clipping=1e999", "gradient_clipping (--set)", "must be a number"),
+    ],
+)
+def test_a_wrong_value_over_the_json_is_named(text: str, key: str, rule: str) -> None:
+    problems = examine(Options(set=(text,)), world(2)).errors
+    assert [(problem.key, rule in problem.rule) for problem in problems] == [(key, True)]
 
 
 def test_help_describes_every_option(capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,7 +289,7 @@ def test_paths_are_read_as_a_shell_reads_them(
     assert options == Options(
         output_dir=read, data=(read, "b"), validation=(f"v={read}",), sample_prompt=given
     )
-    assert parse_options(with_expanded_paths(line, Options)) == options
+    assert parse_options(spelled_out(line, Options)) == options
     (tmp_path / "run.json").write_text(json.dumps({"options": {"output_dir": given}}), encoding="utf-8")
     assert parse_options(["--config", str(tmp_path / "run.json")]).output_dir == read
     assert split_arguments(["--hostfile", given])[0].hostfile == read
