@@ -74,7 +74,7 @@ def resolve_batch(
     product = micro * steps * request.data
     if train != product:
         rule = f"must be {MICRO} {micro} * {STEPS} {steps} * {request.data} data ranks = {product}"
-        raise job_error(where(TRAIN), train, rule, f"Give two of {TRAIN}, {MICRO} and {STEPS}")
+        raise job_error(where(TRAIN), train, rule, f"Use {product}, or leave one of the three out")
     return Batch(train, micro, steps, request.sequence_length), notes + _notes(request, micro, steps)
 
 

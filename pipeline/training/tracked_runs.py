@@ -34,9 +34,10 @@ RECORDS_FILE = "monitors.json"
 # Ends the name of the marker that `wandb sync` leaves beside a record that it has sent.
 SENT = ".synced"
 
-# Seconds that a run waits at its end for what W&B has not sent. Without a limit, a network that is gone by
-# then holds the job's devices for good. What is not sent is sent by the next start, or by `wandb sync`.
-LONGEST_FAREWELL = 600
+# Seconds that a run waits at its end for what W&B has not sent. Without a limit, a network that is gone holds
+# the job's devices for good, and a job that is told to stop has a minute or two. The next start sends the
+# rest, or `wandb sync --include-online`.
+LONGEST_FAREWELL = 60
 
 TRACKED = ("wandb", "comet")
 # The numbers of one step: name and value.

@@ -48,7 +48,13 @@ def test_two_of_three_or_fewer(given: tuple, sizes: tuple[int, int, int]) -> Non
         (4, 8, None, "= 32, and 4 / 32 leaves 4", "Use 32 or 64"),
         (20, None, 2, "a multiple of 2 (gradient_accumulation_steps) * 4 (data ranks) = 8", "Use 16 or 24"),
         (6, None, None, "a multiple of 4 (data ranks) = 4, and 6 / 4 leaves 2", "Use 4 or 8"),
-        (64, 4, 2, "4 * gradient_accumulation_steps 2 * 4 data ranks = 32", "Give two of"),
+        (
+            64,
+            4,
+            2,
+            "4 * gradient_accumulation_steps 2 * 4 data ranks = 32",
+            "Use 32, or leave one of the three out",
+        ),
     ],
 )
 def test_shows_the_arithmetic(
