@@ -69,6 +69,12 @@ def forwarded(environ: Mapping[str, str], files: Mapping[str, str]) -> tuple[tup
     return tuple(sorted(chosen.items()))
 
 
+def on_interface(name: str | None, variables: Mapping[str, str]) -> dict[str, str]:
+    """What tells gloo and NCCL the network interface to use, beside the `variables` that ranks have."""
+    told = {} if name is None else {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
+    return {key: value for key, value in told.items() if key not in variables}
+
+
 def launcher_environment(environ: Mapping[str, str], is_local: bool) -> dict[str, str]:
     """The deepspeed launcher's own environment. `is_local`: its ranks inherit it.
 

@@ -10,8 +10,10 @@ ends.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import csv
+import fcntl
 import hashlib
 import importlib.metadata
 import json
@@ -24,8 +26,10 @@ import resource
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +41,9 @@ TOKEN = ".host-check-"
 NVIDIA_SMI_SECONDS = 30
 CONNECT_SECONDS = 5
 MOST_FILES = 200_000
+# Of the others' doors one host tries so many, so that each is tried by as many.
+MOST_DOORS = 32
+_SIOCGIFADDR = 0x8915
 PACKAGES = ("deepspeed", "transformers", "numpy", "datasets", "accelerate")
 GPU_FIELDS = ("index", "name", "memory.total", "memory.free", "driver_version", "compute_cap")
 # Variables that change how a rank computes or finds its peers. None of them is a secret.
@@ -69,8 +76,20 @@ def machine(request: Request) -> dict[str, Any]:
         boot = ""
     # "client port server port": the address by which the one who asks reaches this host.
     connection = os.environ.get("SSH_CONNECTION", "").split()
-    address = connection[2] if len(connection) == 4 else None
+    address = address_to(request.get("launch", "")) or (connection[2] if len(connection) == 4 else None)
     return {"host": socket.gethostname(), "arch": platform.machine(), "boot": boot, "address": address}
+
+
+def address_to(other: str) -> str | None:
+    """This host's address on the way to another, which that one will see. Nothing is sent."""
+    if not other:
+        return None
+    with contextlib.suppress(OSError):
+        family, kind, _, _, address = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as way:
+            way.connect(address)
+            return str(way.getsockname()[0]).removeprefix("::ffff:")
+    return None
 
 
 def python(request: Request) -> dict[str, Any]:
@@ -281,10 +300,15 @@ def _opened() -> set[str]:
 
 def names(request: Request) -> list[str]:
     """The addresses that this host has for its own name; none if it does not know it."""
-    try:
-        return sorted({str(found[4][0]) for found in socket.getaddrinfo(socket.gethostname(), None)})
-    except OSError:
-        return []
+    return sorted(set(own_addresses()))
+
+
+def own_addresses() -> list[str]:
+    """The same, in the order in which gloo tries them."""
+    with contextlib.suppress(OSError):
+        found = socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM)
+        return [str(each[4][0]) for each in found]
+    return []
 
 
 def environment(request: Request) -> dict[str, Any]:
@@ -355,15 +379,79 @@ def listen(port: int | None) -> tuple[socket.socket | None, int | str | None]:
     return None, reason
 
 
-def connect(address: list[Any] | None) -> str | None:
-    """None if somebody listens at (host, port), or there is nothing to try; else why not."""
+def connect(address: list[Any] | None, who: bytes | None = None) -> str | None:
+    """None if somebody listens at (host, port), or there is nothing to try; else why not. `who`: what is said
+    there first, where it must be a certain host."""
     if address is None:
         return None
     try:
-        socket.create_connection((address[0], address[1]), CONNECT_SECONDS).close()
+        with socket.create_connection((address[0], address[1]), CONNECT_SECONDS) as stream:
+            if who is not None and stream.recv(len(who)) != who:
+                return "another host answers there"
     except OSError as error:
         return _why(error)
     return None
+
+
+class Doors:
+    """Where the others try to reach this host: at its own name, on whose address gloo listens, and at its
+    address on the network by which it was asked. Who comes is told which host it is.
+
+    Attributes:
+        told: (address, port) of both, None where there is none, and the second one's interface.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._who = _who(request["run"], request["index"])
+        address = machine(request)["address"]
+        own, net = self._listen(own_addresses()), self._listen([address] if address else [])
+        self.told = {"own": own, "net": net, "interface": address and interface_of(address)}
+
+    def _listen(self, addresses: list[str]) -> tuple[str, int] | None:
+        """On the first of them that is this host's, as gloo does."""
+        for address in addresses:
+            with contextlib.suppress(OSError):
+                family = socket.AF_INET6 if ":" in address else socket.AF_INET
+                door = socket.create_server((address, 0), family=family)
+                threading.Thread(target=self._answer, args=(door,), daemon=True).start()
+                return address, door.getsockname()[1]
+        return None
+
+    def _answer(self, door: socket.socket) -> None:
+        while True:  # as long as this process
+            with contextlib.suppress(OSError), door.accept()[0] as stream:
+                stream.sendall(self._who)
+
+
+def _who(run: str, place: int) -> bytes:
+    return f"{run}-{place}\n".encode()
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has an address, if it is an interface's first."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no IPv4 address
+                found = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    return None
+
+
+def look_around(request: Request, line: dict[str, Any]) -> dict[str, Any]:
+    """What of the others can be reached from here, all at once: the rendezvous, the launch, and the doors of
+    the hosts that follow this one."""
+    hosts, place = line.get("doors", []), request["index"]
+    others = [(place + step) % len(hosts) for step in range(1, min(len(hosts), MOST_DOORS + 1))]
+    tries = [(kind, other) for kind in ("own", "net") for other in (others if place < len(hosts) else ())]
+    with concurrent.futures.ThreadPoolExecutor(max_workers=2 * MOST_DOORS + 2) as pool:
+        single = [pool.submit(connect, line[name]) for name in ("reached", "reports")]
+        each = pool.map(lambda it: connect(hosts[it[1]][it[0]], _who(request["run"], it[1])), tries)
+        unreached: dict[str, dict[str, str]] = {"own": {}, "net": {}}
+        for (kind, other), why in zip(tries, each, strict=True):
+            if why is not None:
+                unreached[kind][str(other)] = why
+        return {"reached": single[0].result(), "reports": single[1].result(), "unreached": unreached}
 
 
 def _why(error: OSError) -> str:
@@ -395,16 +483,11 @@ def main() -> None:
     request = read_request()
     tokens = leave_tokens(request)
     server, port = listen(request["listen"])
+    doors = Doors(request)
     try:
-        say({**ask(request), "began": began, "port": port})
+        say({**ask(request), "began": began, "port": port, "doors": doors.told})
         if line := sys.stdin.readline():
-            addresses = json.loads(line)
-            say(
-                {
-                    "seen": see_tokens(request),
-                    **{name: connect(addresses[name]) for name in ("reached", "reports")},
-                }
-            )
+            say({"seen": see_tokens(request), **look_around(request, json.loads(line))})
             sys.stdin.readline()
     finally:
         for token in tokens:

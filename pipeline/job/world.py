@@ -48,6 +48,7 @@ class World:
         hostfile: The file the hosts come from, None for this machine.
         device_memory: Bytes of a GPU, of the smallest one; None: nobody has asked.
         host_memory: Bytes of this machine, where it is the only host; None: not known.
+        interface: Network interface by which the hosts reach each other, where their names do not tell ranks.
         assumed: Where the device comes from, if it was not asked; empty where it was.
     """
 
@@ -58,6 +59,7 @@ class World:
     hostfile: str | None = None
     device_memory: int | None = None
     host_memory: int | None = None
+    interface: str | None = None
     assumed: str = ""
 
     @property

@@ -23,7 +23,7 @@ from pipeline.cluster.agent.handshake import key_in_memory, new_key
 from pipeline.cluster.agent.host_inquiry import Inquiry
 from pipeline.cluster.agent.launch_spec import CoordinatorSettings, LaunchSpec
 from pipeline.cluster.agent.rank_table import signal_name
-from pipeline.cluster.forwarded_environment import deepspeed_env, forwarded
+from pipeline.cluster.forwarded_environment import deepspeed_env, forwarded, on_interface
 from pipeline.cluster.launcher_options import LauncherOptions
 from pipeline.cluster.outcome import Outcome, clear_outcome, read_outcome, write_outcome
 from pipeline.job.world import World
@@ -92,6 +92,7 @@ def _key_file(world: World, options: LauncherOptions, coordinator: Coordinator) 
 def _coordinator(
     world: World, options: LauncherOptions, job_arguments: Sequence[str], inquiry: Inquiry | None
 ) -> Coordinator:
+    variables = rank_variables(os.environ, world.is_local)
     settings = CoordinatorSettings(
         world_size=world.size,
         key=new_key(),
@@ -99,7 +100,7 @@ def _coordinator(
         step_timeout=options.step_timeout,
         master_addr=options.master_addr,
         master_port=options.master_port,
-        environment=rank_variables(os.environ, world.is_local),
+        environment=(*variables, *on_interface(world.interface, dict(variables)).items()),
         arguments=tuple(job_arguments),
         inquiry=inquiry,
     )

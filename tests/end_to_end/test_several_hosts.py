@@ -54,10 +54,13 @@ def test_one_host_then_two_without_the_launch(hosts: Hosts, curve: list[float]) 
 
 
 def test_disks_of_their_own_and_a_full_one(make_hosts, curve: list[float]) -> None:
-    """Each host keeps what its ranks wrote. A save for which a host has no space fails on all, and the run
+    """One host's name leads to a network that no other has: gloo would listen there, and is told better.
+
+    Each host keeps what its ranks wrote. A save for which a host has no space fails on all, and the run
     continues; the next one succeeds, and is resumed from. Each host gets the outcome, and the first one all
     logs, whatever the end."""
     hosts = make_hosts(4, shared=False, disk=64 * 2**20)  # one rank on each: stages and replicas apart
+    hosts.lead_astray("h1")
     workshop = Workshop(hosts.new_folder("inputs"))
     config = workshop.config("stages", **TWO_STAGES, zero_optimization={"stage": 1})
     start = [*LAUNCH, "--hostfile", hosts.write_hostfile(1)]

@@ -277,6 +277,17 @@ class Hosts:
         """Take back what `fill_disk` wrote."""
         self.path(host, self.folder / ".filling").unlink()
 
+    def lead_astray(self, host: str, address: str = "10.1.9.2") -> None:
+        """Give a host, until it ends, a network that no other has, and let its own name lead there; one of
+        127.0.0.0/8 it has already."""
+        if not address.startswith("127."):
+            card = "ip link add net1 type veth peer name net1p && ip link set net1 up && ip link set net1p up"
+            script = f"{card} && ip address add {address}/24 dev net1"
+            assert self.run(host, ["sh", "-c", script], timeout=10).returncode == 0
+        file = self.path(host, "/etc/hosts")
+        lines = [line for line in file.read_text().splitlines() if line.split()[1] != host]
+        file.write_text("\n".join([*lines, f"{address} {host}", ""]))
+
     def replace_file(self, host: str, path: Path, content: str) -> None:
         """Give one host another version of a file, such as one of the project's, until it ends."""
         other = self._machines[host].state / "files" / "-".join(path.parts[1:])

@@ -60,7 +60,7 @@ class Question:
         environment: Variables that the launcher sets for the ranks.
         address: Of the rendezvous, as the user gave it; "" for the one by which the first host is reached.
         listen: Port of the rendezvous, tried on the first host. 0: it finds a free one. None: not tried.
-        launch: Address of this machine, to which ranks report; "" if they do not.
+        launch: Address of this machine, to which ranks report and by which they are seen; "" if they do not.
         commands: Programs that the launcher starts on each host.
         python: This machine's interpreter, which ranks use everywhere.
     """
@@ -92,6 +92,8 @@ class HostReport:
             the last is this machine's.
         reached: Why it does not reach the rendezvous; None if it does, or was not asked to.
         reports: The same for this machine.
+        unreached: Why it does not reach others at their own name ("own") or on the network by which they
+            were asked ("net"), by their places.
     """
 
     host: Host
@@ -102,6 +104,7 @@ class HostReport:
     seen: dict[str, list[int]] = field(default_factory=dict)
     reached: str | None = None
     reports: str | None = None
+    unreached: dict[str, dict[str, str]] = field(default_factory=lambda: {"own": {}, "net": {}})
 
 
 @dataclass(frozen=True)
@@ -189,7 +192,8 @@ def second_line(hosts: Sequence[HostReport], address: str, launch: tuple[str, ob
     reached, reports = (
         place if isinstance(place[1], int) and place[0] else None for place in ((address, port), launch)
     )
-    return json.dumps({"reached": reached, "reports": reports})
+    doors = [host.facts.get("doors", {"own": None, "net": None}) for host in hosts]
+    return json.dumps({"reached": reached, "reports": reports, "doors": doors})
 
 
 class _Exchange:

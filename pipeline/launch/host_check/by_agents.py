@@ -6,6 +6,7 @@ What needs the login itself (its shell, the way back) is not looked at, and devi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from dataclasses import replace
 
 from pipeline.base.command import say
 from pipeline.cluster.agent.host_inquiry import Inquiry, Verdict
+from pipeline.cluster.forwarded_environment import on_interface
 from pipeline.cluster.launcher_options import LauncherOptions
 from pipeline.job.report import problems_text
 from pipeline.job.resolve import Draft
@@ -25,12 +27,19 @@ from pipeline.launch.host_check.ask import (
     request_line,
     second_line,
 )
-from pipeline.launch.host_check.host_check import exported_to, host_check_of, host_problems, question_of
+from pipeline.launch.host_check.host_check import (
+    NoAddress,
+    exported_to,
+    host_check_of,
+    host_problems,
+    launch_address,
+    question_of,
+)
 from pipeline.launch.host_check.inventory import SOFTWARE
 from pipeline.launch.host_check.session import Failure
 from pipeline.launch.host_check.system import SYSTEM
 
-_OF_SYSTEM = ("free disk", "output folder", "own name", "rendezvous", "machine")
+_OF_SYSTEM = ("free disk", "output folder", "own name", "rendezvous", "links", "machine")
 CHECKS = (*SOFTWARE, *(check for check in SYSTEM if check.name in _OF_SYSTEM))
 _SILENT = Failure(
     "no answer",
@@ -48,7 +57,9 @@ def inquiry_of(draft: Draft, launcher: LauncherOptions, output_bytes: int) -> In
     """
     hosts, exported, run = draft.world.hosts, exported_to(draft.world), secrets.token_hex(4)
     question = question_of(draft, launcher, exported)
-    here = ask_hosts((), replace(question, listen=None), remote_shell()).here
+    with contextlib.suppress(NoAddress):  # which the start will say
+        question = replace(question, launch=launch_address(draft.world, launcher))
+    here = ask_hosts((), replace(question, listen=None, launch=""), remote_shell()).here
     first = [replace(question, listen=question.listen if index == 0 else None) for index in range(len(hosts))]
 
     def again(answers: Sequence[str | None], address: str) -> str:
@@ -56,14 +67,14 @@ def inquiry_of(draft: Draft, launcher: LauncherOptions, output_bytes: int) -> In
 
     def conclude(answers: Sequence[str | None], others: Sequence[str | None], address: str) -> Verdict:
         reports = tuple(_report(*each) for each in zip(hosts, answers, others, strict=True))
-        survey = host_check_of(draft, question, Answers(here, reports, address), exported).survey
-        problems = host_problems(replace(survey, output_bytes=output_bytes), CHECKS)
+        found = host_check_of(draft, question, Answers(here, reports, address), exported)
+        problems = host_problems(replace(found.survey, output_bytes=output_bytes), CHECKS)
         text = problems_text([each.problem for each in problems])
         if any(each.problem.severity == "error" for each in problems):
             return Verdict(text)
         if text:
             say(text)
-        return Verdict()
+        return Verdict(environment=tuple(on_interface(found.world.interface, exported).items()))
 
     questions = (request_line(each, run, index) for index, each in enumerate(first))
     return Inquiry(tuple(questions), again, conclude)

@@ -34,7 +34,7 @@ from pipeline.launch.host_check.ask import (
 from pipeline.launch.host_check.comparison import Check, Finding, Survey
 from pipeline.launch.host_check.inventory import HARDWARE, SOFTWARE, can_count, used_gpus
 from pipeline.launch.host_check.session import local_command
-from pipeline.launch.host_check.system import SYSTEM, file_systems
+from pipeline.launch.host_check.system import SYSTEM, common_interface, file_systems
 
 CHECKS: tuple[Check, ...] = (*SOFTWARE, *HARDWARE, *SYSTEM)
 # What each launcher starts on this machine, and what it starts first on the others.
@@ -149,7 +149,7 @@ def host_check_of(
         launch=question.launch,
         interface=exported.get("GLOO_SOCKET_IFNAME"),
     )
-    return HostCheck(found, survey, (), exported)
+    return HostCheck(replace(found, interface=common_interface(survey)), survey, (), exported)
 
 
 def question_of(draft: Draft, launcher: LauncherOptions, exported: Mapping[str, str]) -> Question:

@@ -106,15 +106,57 @@ def _clock(report: HostReport, survey: Survey) -> Fault | None:
     return f"{ahead:+,.0f} s", rule, None, severity
 
 
-def _own_name(report: HostReport, survey: Survey) -> Fault | None:
-    """gloo listens on the address of the host's name, and tells the others to come there."""
-    own = report.facts["names"]
-    if len(survey.answers.hosts) == 1 or survey.interface or (own and not all(map(_is_loopback, own))):
+def unreachable_names(survey: Survey) -> dict[str, tuple[str, str]]:
+    """(what it is, why it will not do) of the address that each host has for its own name, of hosts where it
+    leads away from the others: gloo listens there, and tells the others to come."""
+    if len(survey.answers.hosts) == 1 or survey.interface:
+        return {}
+    found = {}
+    for place, report in enumerate(survey.answers.hosts):
+        if report.failure is not None or failed(report.facts, "names"):
+            continue
+        own, host = report.facts["names"], report.host.name
+        tried = {other.host.name: other.unreached["own"].get(str(place)) for other in survey.hosts}
+        cut = [other.host.name for other in survey.hosts if str(place) in other.unreached["net"]]
+        reasons = {other: why for other, why in tried.items() if why and other not in cut}
+        if not own or all(map(_is_loopback, own)):
+            leads, why = own[0] if own else "nothing that it knows", "no other host reaches it there"
+        elif reasons:
+            leads = (report.facts["doors"]["own"] or own)[0]
+            why = f"{few(reasons)} cannot reach it there ({next(iter(reasons.values()))})"
+        else:
+            continue
+        name = report.facts["machine"]["host"]
+        found[host] = own[0] if own else "unknown", f"the host takes its own name ({name}) for {leads}: {why}"
+    return found
+
+
+def common_interface(survey: Survey) -> str | None:
+    """The network interface that ranks must be told, since the names of some hosts lead elsewhere: that of
+    the network by which they were asked, where all have it by one name, and reach each other on it."""
+    if not unreachable_names(survey) or any(report.unreached["net"] for report in survey.hosts):
         return None
-    name = report.facts["machine"]["host"]
-    rule = f"the host takes its own name ({name}) for {own[0] if own else 'nothing that it knows'}"
-    remedy = f"In its /etc/hosts give {name} the address of its network, not 127.0.1.1"
-    return own[0] if own else "unknown", f"{rule}: no other host reaches it there", remedy
+    interfaces = {report.facts.get("doors", {}).get("interface") for report in survey.hosts}
+    return next(iter(interfaces)) if len(interfaces) == 1 else None
+
+
+def _own_name(check: Check, survey: Survey) -> Iterator[Finding]:
+    interface = common_interface(survey)
+    for host, (value, rule) in unreachable_names(survey).items():
+        if interface is not None:
+            used = f"ranks are told to use {interface} (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
+            yield Finding(host, value, f"{rule}; {used}", severity="warning")
+        else:
+            yield Finding(host, value, rule)
+
+
+def _links(check: Check, survey: Survey) -> Iterator[Finding]:
+    """What no name can mend."""
+    for report in survey.hosts:
+        for place, why in report.unreached["net"].items():
+            other = survey.answers.hosts[int(place)]
+            rule = f"it does not reach {other.host.name} at {other.facts['doors']['net'][0]} ({why})"
+            yield Finding(report.host.name, f"-> {other.host.name}", rule)
 
 
 def _is_loopback(address: str) -> bool:
@@ -195,11 +237,18 @@ SYSTEM = (
         (each(_clock),), "Set it: chronyd or systemd-timesyncd on every host",
     ),
     Check(
-        "own name", "names", few, (each(_own_name),), "",
+        "own name", "names", few, (_own_name,),
+        "In its /etc/hosts give {host} the address of the network that the hosts share, or set "
+        "GLOO_SOCKET_IFNAME in .deepspeed_env",
     ),
     Check(
         "rendezvous", "", _show_reach, (_port,),
         "Open the port between the hosts, or give --master_addr ADDRESS in the network that they share",
+    ),
+    Check(
+        "links", "", lambda report: "", (_links,),
+        "See to the routes and firewalls between them: ranks there would not meet. --fabric tries every link",
+        "warning",
     ),
     Check(
         "reports", "", lambda report: "arrive" if report.reports is None else "lost", (each(_reports),),

@@ -41,6 +41,7 @@ FACTS: dict[str, Any] = {
     "names": [],
     "environment": {},
     "commands": {},
+    "doors": {"own": None, "net": None, "interface": "eth0"},
     "began": 0.0,
     "port": None,
 }  # fmt: skip
@@ -52,6 +53,7 @@ def facts(place: int = 1, **changes: Any) -> dict[str, Any]:
     result = copy.deepcopy(FACTS)
     result["machine"] |= {"host": f"dgx-{place}", "boot": f"boot-{place}", "address": f"10.0.0.{place}"}
     result["names"] = [f"10.0.0.{place}"]
+    result["doors"] |= {"own": [f"10.0.0.{place}", 40000], "net": [f"10.0.0.{place}", 40001]}
     result["port"] = 29500 if place == 1 else None
     for name, change in changes.items():
         result[name] = result[name] | change if isinstance(change, dict) else change
@@ -62,7 +64,7 @@ def report(place: int = 1, name: str = "", slots: int = 8, **changes: Any) -> Ho
     """The report of a healthy host; keywords of HostReport are set there, others change its facts."""
     own = {
         key: changes.pop(key)
-        for key in ("failure", "noise", "clock", "seen", "reached", "reports")
+        for key in ("failure", "noise", "clock", "seen", "reached", "reports", "unreached")
         if key in changes
     }
     seen = own.pop("seen", {"/nfs/runs": [0, 1, 2]})

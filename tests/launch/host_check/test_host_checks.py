@@ -26,7 +26,7 @@ from pipeline.launch.host_check.host_check import (
 )
 from pipeline.launch.host_check.inventory import HARDWARE
 from pipeline.launch.host_check.session import no_client
-from pipeline.launch.host_check.system import file_systems
+from pipeline.launch.host_check.system import common_interface, file_systems
 from tests.launch.host_check.host_facts import FACTS, GIB, GPU, facts, report, survey
 
 
@@ -79,9 +79,11 @@ FAULTS = [
     ({"locks": [LOCK | {"age": 60.0}]}, "compiled ops", "warning", "would wait for ever"),
     ({"clock": 75.0}, "clock", "error", "75 s ahead of"),
     ({"clock": -5.0}, "clock", "warning", "5 s behind"),
-    ({"names": ["127.0.1.1"]}, "own name", "error", "takes its own name (dgx-2) for 127.0.1.1"),
-    ({"names": []}, "own name", "error", "takes its own name (dgx-2) for nothing that it knows"),
+    ({"names": ["127.0.1.1"]}, "own name", "warning", "takes its own name (dgx-2) for 127.0.1.1: no other"),
+    ({"names": []}, "own name", "warning", "nothing that it knows: no other host reaches it there; ranks"),
+    ({"names": [], "doors": {"interface": "eth1"}}, "own name", "error", "(dgx-2) for nothing that it knows"),
     ({"reached": "Connection timed out"}, "rendezvous", "error", "not reach rank 0 at 10.0.0.1, port 29500"),
+    ({"unreached": {"own": {"0": "no"}, "net": {"0": "no"}}}, "links", "warning", "dgx-1 at 10.0.0.1 (no)"),
     ({"reports": "No route to host"}, "reports", "error", "does not reach this machine"),
     ({"machine": {"host": "dgx-1", "boot": "boot-1"}}, "machine", "error", "is the same machine as dgx-1"),
     ({"noise": "Welcome!\nto dgx-2"}, "shell", "warning", "prints this at every login"),
@@ -172,6 +174,32 @@ def test_a_lock_that_another_host_holds_is_no_stale_one() -> None:
         == f"On dgx-2: rm {LOCK['path']}"
     )
     assert host_problems(survey(report(1, locks=[LOCK | {"held": True}]), report(2, locks=[LOCK]))) == []
+
+
+UNREACHED = {"own": {"0": "Network is unreachable"}, "net": {}}
+
+
+@pytest.mark.parametrize(
+    ("second", "severity", "interface"),
+    [
+        ({"unreached": UNREACHED}, "warning", "eth0"),
+        # They call the network by which they were asked otherwise.
+        ({"unreached": UNREACHED, "doors": {"interface": "ib0"}}, "error", None),
+        ({"unreached": UNREACHED, "doors": {"interface": None}}, "error", None),
+        ({}, None, None),
+    ],
+)
+def test_a_name_that_leads_where_others_do_not_come(
+    second: dict, severity: str | None, interface: str | None
+) -> None:
+    found = survey(report(1), report(2, **second))
+    problems = host_problems(found)
+    assert common_interface(found) == interface
+    assert [each.problem.severity for each in problems] == ([severity] if severity else [])
+    for each in problems:
+        assert (each.hosts, each.problem.value) == (("dgx-1",), "10.0.0.1")
+        assert "(dgx-1) for 10.0.0.1: dgx-2 cannot reach it there (Network is" in each.problem.rule
+        assert ("ranks are told to use eth0" in each.problem.rule) == (severity == "warning")
 
 
 def test_an_interface_for_gloo_replaces_the_address_of_the_name() -> None:
