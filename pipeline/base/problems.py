@@ -16,6 +16,8 @@ Severity = Literal["error", "warning", "note"]
 
 # Characters of a rule or remedy, which may have lists in them.
 _LONGEST = 2000
+# ... and of a value that is an object or a list.
+_LONGEST_OF_PARTS = 100
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
 EXIT_WRONG_JOB = 2
@@ -46,8 +48,10 @@ class Problem:
 
     @property
     def said(self) -> str:
-        """What is wrong, as a sentence; of a value as long as a file, the ends."""
-        return f"{cut(self.key)} = {cut(repr(self.value))}: {cut(self.rule, _LONGEST)}."
+        """What is wrong, as a sentence; of a long value the ends."""
+        parts = isinstance(self.value, (dict, list))  # which the key leads to, with its line
+        value = cut(repr(self.value), _LONGEST_OF_PARTS) if parts else cut(repr(self.value))
+        return f"{cut(self.key)} = {value}: {cut(self.rule, _LONGEST)}."
 
     @property
     def advice(self) -> str:
