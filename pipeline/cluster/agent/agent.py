@@ -25,7 +25,7 @@ from pipeline.cluster.agent.connection import Message
 from pipeline.cluster.agent.coordinator import LOGS_FOLDER, Coordinator
 from pipeline.cluster.agent.coordinator_client import CoordinatorClient, Unreachable, tell_refusal
 from pipeline.cluster.agent.handshake import forget_key, read_key
-from pipeline.cluster.agent.host_inquiry import ProbeProcess, own_facts
+from pipeline.cluster.agent.host_inquiry import ProbeProcess, interface_for, own_facts
 from pipeline.cluster.agent.launch_spec import (
     CoordinatorSettings,
     LaunchSpec,
@@ -209,7 +209,14 @@ class Agent:
             if place.rank == 0 and not is_free_port(port):
                 self._give_up(f"port {port} of the rendezvous is in use on {socket.gethostname()}", "error")
                 return
-        self._rank.start(place, [*self._arguments, *order["arguments"]], order["environment"])
+        variables = order["environment"]
+        if not self._spec.port and (told := interface_for(place, os.environ)):
+            text = "the host's own name leads to itself alone: gloo is told to use " + ", ".join(
+                told.values()
+            )
+            self._client.send(text=text, **{"is": "trouble"})
+            variables = variables | told
+        self._rank.start(place, [*self._arguments, *order["arguments"]], variables)
         if order["logs"]:
             self._log_to(order)
 

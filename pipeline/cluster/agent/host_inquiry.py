@@ -24,6 +24,7 @@ from typing import Any
 
 from pipeline.base.problems import Problem
 from pipeline.cluster import host_probe
+from pipeline.cluster.rank_environment import RankEnvironment, is_loopback
 
 # As long as over ssh: a slow file system is as slow here.
 ANSWER_SECONDS = 75.0
@@ -152,6 +153,19 @@ def own_facts(environ: Mapping[str, str]) -> dict[str, Any]:
     versions = {"Python": host_probe.python(request)["version"], **host_probe.packages(request)}
     alone = [machine["host"], machine["boot"]] if BY_HOSTFILE in environ else []
     return {"code": host_probe.project(request)["digest"], "machine": alone, "versions": versions}
+
+
+def interface_for(place: RankEnvironment, environ: Mapping[str, str]) -> dict[str, str]:
+    """What tells gloo the network interface to use, where its own choice is certainly wrong: the host's name
+    leads to this machine alone, and ranks are on others. Nothing where all is well, or the way to rank 0 does
+    not tell better. A launch has seen to it already."""
+    own = host_probe.own_addresses()
+    has_others = place.local_size < place.world_size
+    if not has_others or "GLOO_SOCKET_IFNAME" in environ or not all(map(is_loopback, own)):
+        return {}
+    address = host_probe.address_to(place.master_addr)
+    name = None if address is None or is_loopback(address) else host_probe.interface_of(address)
+    return {} if name is None else {"GLOO_SOCKET_IFNAME": name}
 
 
 def differences(facts: Mapping[str, Mapping[str, Any]]) -> list[Problem]:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from pipeline.cluster.agent.host_inquiry import ANSWER_SECONDS, Asked, Inquiry, Verdict, differences
+from pipeline.cluster import host_probe
+from pipeline.cluster.agent.host_inquiry import (
+    ANSWER_SECONDS,
+    Asked,
+    Inquiry,
+    Verdict,
+    differences,
+    interface_for,
+)
 from pipeline.cluster.host_probe import REQUEST, TOKEN
-from pipeline.cluster.rank_environment import free_port
+from pipeline.cluster.rank_environment import RankEnvironment, free_port
 from tests.cluster.agent.agents import Start, start
 
 __all__ = ["start"]
@@ -104,3 +113,25 @@ def test_a_start_without_a_launch_ends_where_hosts_do_not_fit(start: Start, faul
     assert [agent.wait(30) for agent in start.agents] == [2, 2]
     said = (first / "console0").read_text()
     assert {"machine": "is the same machine as", "folder": "give --output_dir in full"}[fault] in said
+
+
+@pytest.mark.parametrize(
+    ("own", "changes", "environ", "told"),
+    [
+        (["127.0.1.1"], {}, {}, {"GLOO_SOCKET_IFNAME": "eth3"}),
+        ([], {}, {}, {"GLOO_SOCKET_IFNAME": "eth3"}),
+        (["127.0.1.1"], {}, {"GLOO_SOCKET_IFNAME": "ib0"}, {}),
+        (["127.0.1.1"], {"local_size": 2}, {}, {}),
+        (["127.0.1.1"], {"master_addr": "127.0.1.1"}, {}, {}),  # the way is to this host itself
+        (["10.0.0.1"], {}, {}, {}),
+    ],
+)
+def test_gloo_is_told_an_interface_where_a_name_leads_to_its_own_host(
+    monkeypatch: pytest.MonkeyPatch, own: list, changes: dict, environ: dict, told: dict
+) -> None:
+    monkeypatch.setattr(host_probe, "own_addresses", lambda: own)
+    way = lambda other: other if other.startswith("127.") else "10.0.0.7"  # noqa: E731
+    monkeypatch.setattr(host_probe, "address_to", way)
+    monkeypatch.setattr(host_probe, "interface_of", {"10.0.0.7": "eth3"}.get)
+    place = replace(RankEnvironment(0, 2, 0, 1, "10.0.0.9", 29500), **changes)
+    assert interface_for(place, environ) == told
