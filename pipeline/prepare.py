@@ -20,7 +20,7 @@ from pipeline.base.command import run_command, show_messages
 from pipeline.base.command_line import read_command_line
 from pipeline.base.fields import range_problems
 from pipeline.base.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem, job_error
-from pipeline.base.user_input import exists, is_folder
+from pipeline.base.user_input import exists, is_folder, unwritable
 from pipeline.base.words import counted
 from pipeline.data.corpus import Corpus, data_problems, find_corpus
 from pipeline.data.folder_search import left_out_text
@@ -33,11 +33,11 @@ from pipeline.data.tokenizer_folder import BESIDE_TOKENS, chosen_tokenizer, toke
 from pipeline.data.tokenizer_training import train_tokenizer
 from pipeline.job.options import (
     BadRecord,
-    Count,
     Gigabytes,
     LostCharacters,
     Name,
     PathName,
+    Workers,
 )
 from pipeline.job.report import console, print_interruption, print_problems
 
@@ -45,6 +45,8 @@ PROGRAM = "python -m pipeline.prepare"
 # Of --inspect: the histogram's width, and what is shown and counted of large files.
 _BAR, _SHOWN_DOCUMENTS, _SHOWN_TOKENS = 40, 3, 60
 _COUNTED_TOKENS = 1 << 26
+# Stands for what files have behind PREFIX while they are written.
+_LONGEST_SUFFIX = ".progress.json.0000000000"
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class PrepareOptions:
     document_separator: Name | None = None
     """What stands between two documents inside a text, "<|endoftext|>" say; with it goes the line break that
     follows. None: each file, line or row is one document."""
-    workers: Count | None = None
+    workers: Workers | None = None
     """Processes that tokenize. None: one for each core, or one for a small input."""
     cache_dir: PathName | None = None
     """Folder for local copies of inputs at s3://, gs:// and http(s):// addresses. None: PREFIX.remote."""
@@ -143,6 +145,8 @@ def _prefix_problems(prefix: str | None) -> list[Problem]:
     if exists(prefix):
         rule = "is a file, which --data would read in place of the tokens"
         return [Problem("output", prefix, rule, f"Give --output {prefix}.tokens")]
+    if rule := unwritable(f"{prefix}{_LONGEST_SUFFIX}/.."):
+        return [Problem("output", prefix, rule, "Give a PREFIX in a folder that you may write to")]
     return []
 
 

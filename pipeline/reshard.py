@@ -17,13 +17,14 @@ import tyro
 
 from pipeline.base.command import end_interrupts, run_command
 from pipeline.base.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem
+from pipeline.base.user_input import unwritable
 from pipeline.checkpoints.manifest import Checkpoint
 from pipeline.checkpoints.output import output_problems
 from pipeline.checkpoints.resume import checkpoint_at, conversion_problems, differences, layout_changes
 from pipeline.cluster.launcher_options import LauncherOptions, launcher_problems
 from pipeline.cluster.world import Paper, resolve_world
 from pipeline.job.job import Job
-from pipeline.job.options import CheckOptions, PathName
+from pipeline.job.options import MOST_WORKERS, CheckOptions, PathName
 from pipeline.job.report import console, print_interruption, print_problems
 from pipeline.job.resolve import examine
 from pipeline.job.run_file import CHECKPOINTS, RUN_FILE, TOKENIZER_FOLDER
@@ -99,9 +100,13 @@ def _option_problems(options: ReshardOptions) -> list[Problem]:
         rule = "is not the name of a folder to make"
         problems.append(Problem("FOLDER", options.folder, rule, "Name a folder that does not exist"))
     elif options.folder:
-        problems += output_problems("FOLDER", options.folder)
-    if options.workers < 1:
-        problems.append(Problem("workers", options.workers, "must be at least 1", "Raise --workers"))
+        if rule := unwritable(options.folder) or unwritable(f"{options.folder}.partial"):
+            problems.append(Problem("FOLDER", options.folder, rule, "Name another folder"))
+        else:
+            problems += output_problems("FOLDER", options.folder)
+    if not 1 <= options.workers <= MOST_WORKERS:
+        rule = f"must be at least 1, and at most {MOST_WORKERS:,}"
+        problems.append(Problem("workers", options.workers, rule, "Correct --workers"))
     return problems
 
 

@@ -9,6 +9,7 @@ ROOT = Path(__file__).parents[1]
 OWN = {
     "crash": "kills a run again and again",
     "end_to_end": "runs whole jobs",
+    "fuzz": "gives the commands anything",
     "harness": "forks ranks",
     "hosts": "makes hosts",
     "parity": "compares layouts with one process",

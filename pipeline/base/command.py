@@ -8,19 +8,50 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from pipeline.base.problems import EXIT_FAILED, EXIT_STOPPED
+from pipeline.base.problems import EXIT_FAILED, EXIT_STOPPED, EXIT_WRONG_JOB
 
 # Requests to stop a job.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:
-    """Run a command and end this process with its exit code; with 1 where its reader has left."""
-    with reader_may_leave():
-        sys.exit(main())
+    """Run a command and end this process with its exit code; with 1 where its reader has left, or a file or
+    device failed for a reason that no check had foreseen, as where its output goes to a full disk."""
+    complete_process()
+    try:
+        with reader_may_leave():
+            sys.exit(main())
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        say(f"error: {where}{error.strerror or error}")
+        _drop_output()
+        sys.exit(EXIT_FAILED)
+
+
+def complete_process() -> None:
+    """What every command takes for granted: standard streams, which a caller may have closed (``>&-``), and
+    a current folder.
+
+    Raises:
+        SystemExit: code 2 after a message: the current folder has been removed.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115  (for as long as the process)
+    try:
+        os.getcwd()  # noqa: PTH109  (it is not the path that is asked for)
+    except OSError as error:
+        say(f"error: the current folder cannot be used ({error.strerror}): change to one that exists.")
+        sys.exit(EXIT_WRONG_JOB)
+
+
+def _drop_output() -> None:
+    """The interpreter flushes once more when it ends, and what is left has nowhere to go."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _MessageHandler(logging.Handler):
@@ -73,8 +104,7 @@ def reader_may_leave() -> Iterator[None]:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        # The interpreter flushes once more, and what is left has nowhere to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         sys.exit(EXIT_FAILED)
 
 

@@ -11,10 +11,10 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 
 logger = logging.getLogger(__name__)
 
@@ -179,7 +179,21 @@ def file_lock(
         yield  # closing the file gives the lock up
 
 
-def lock_now(file: IO[str], shared: bool = False) -> bool:
+def make_folder(folder: Path) -> list[Path]:
+    """Make a folder with its parents; those that were not there, the innermost first."""
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    return made
+
+
+def remove_empty(folders: Iterable[Path]) -> None:
+    """Remove them up to the first that holds something."""
+    with contextlib.suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
+
+
+def lock_now(file: IO[Any], shared: bool = False) -> bool:
     """Lock an open file, without waiting; False where another process holds it.
 
     Raises:

@@ -11,7 +11,7 @@ import copy
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _WORD = re.compile(r"[A-Za-z_][\w.]*|[^\s,{}\[\]:]+")
 _CONSTANTS = {"true": True, "false": False, "null": None}
 _MAX_DEPTH = 20
+# Of what programs write: the files of thousands of ranks, and any depth that a tokenizer has.
+_MOST_SAVED, _MAX_SAVED_DEPTH = 2**32, 100
 # Digits of the largest 64-bit number.
 _MAX_DIGITS = 19
 
@@ -133,6 +135,37 @@ def _yaml(path: Path, option: str) -> Document:
     rule = "is YAML, and a JSON is read"
     remedy = "Write a JSON; ds_configs/README.md has the names of its keys, and GPT-NeoX's beside them"
     return Document(str(path), {}, {}, (Problem(option, str(path), rule, remedy),))
+
+
+def saved_json(path: str | Path) -> Any:
+    """The value in a file of JSON that a program has written; users may have changed it.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no regular file, no UTF-8 or no JSON, or nested so deeply that others would fail.
+    """
+    return parse_saved(read_text(path, _MOST_SAVED))
+
+
+def parse_saved(text: str | bytes) -> Any:
+    """The same of a text.
+
+    Raises:
+        ValueError: as `saved_json`.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    inside, depth = [value], 0
+    while inside := [item for each in inside for item in _items(each) if isinstance(item, dict | list)]:
+        if (depth := depth + 1) > _MAX_SAVED_DEPTH:
+            raise ValueError("it is nested too deeply")
+    return value
+
+
+def _items(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def parse_json(text: str, path: str) -> Document:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import io
 import os
 import re
+import stat
 from pathlib import Path
+from typing import IO
 
 from pipeline.base.problems import job_error
 
 # No description of a job, host list or model is as large; data is, and /dev/zero has no end.
 MOST_BYTES = 2**20
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/|hub:")
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 # As a shell reads them: $NAME, ${NAME}.
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{([^}]*)\})", re.ASCII)
@@ -48,6 +51,25 @@ def home_folder() -> Path:
         raise job_error("HOME", None, rule, "Set HOME to a folder that this user may write to") from error
 
 
+def unwritable(folder: str | Path) -> str | None:
+    """Why nothing can be written into a folder, which may not be there yet; None where it can."""
+    if _ADDRESS.match(str(folder)):  # a path has one slash there
+        return "is an address, and what is made is written into a folder"
+    folder = Path(folder)
+    try:
+        folder.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        if folder.is_symlink():
+            return "is a link that leads nowhere"
+    except OSError as error:
+        return f"cannot be reached ({error.strerror})"
+    nearest = next(path for path in (folder, *folder.absolute().parents) if exists(path))
+    if not nearest.is_dir():
+        return "is a file" if nearest == folder else f"cannot be written: {nearest} is a file"
+    writable = os.access(nearest, os.W_OK | os.X_OK)
+    return None if writable else f"cannot be written: {nearest} is not writable"
+
+
 def expanded(path: str) -> str:
     """A path with the ~ and the variables that a shell leaves in quotes and behind ``--option=`` replaced.
 
@@ -80,18 +102,31 @@ def _value_of(match: re.Match[str]) -> str:
     return os.environ[name]
 
 
-def read_text(path: str | Path) -> str:
+def read_text(path: str | Path, most: int = MOST_BYTES) -> str:
     """A whole file of UTF-8.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is not UTF-8, or larger than 1 MiB.
+        ValueError: it is not UTF-8, larger than `most`, or no regular file: a pipe's content would be there
+            for one reader, and there are several, with every start again.
     """
-    with Path(path).open("rb") as file:
-        content = file.read(MOST_BYTES + 1)
-    if len(content) > MOST_BYTES:
-        raise ValueError(f"it is larger than {MOST_BYTES:,} bytes")
-    return content.decode()
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > most:
+            raise ValueError(f"it is larger than {most:,} bytes")
+        return file.read().decode()
+
+
+def open_regular(path: str | Path) -> IO[bytes]:
+    """A file to read, without waiting for whoever writes into a pipe.
+
+    Raises:
+        OSError: it cannot be opened.
+        ValueError: it is a device, pipe or socket.
+    """
+    mode = Path(path).stat().st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # opening a folder says that it is one
+        raise ValueError("it is no regular file, and would be read once only")
+    return Path(path).open("rb")
 
 
 def lines_of(text: str) -> list[str]:

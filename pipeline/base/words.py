@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
-_NAMES_SHOWN = 6
+_NAMES_SHOWN, _LONGEST_NAME = 6, 150
 
 
 def counted(number: int, name: str) -> str:
@@ -35,7 +35,7 @@ def listed(numbers: Iterable[int]) -> str:
 
 def few(names: Iterable[str]) -> str:
     """The ends of a long list: ``h1, h2, h3, h4, 14 more and h19``."""
-    known = list(names)
+    known = [cut(name, _LONGEST_NAME) for name in names]
     if len(known) <= _NAMES_SHOWN:
         return ", ".join(known)
     first = known[: _NAMES_SHOWN - 2]

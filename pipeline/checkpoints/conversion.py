@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.base.files import replaced_atomically, sync_files, sync_folder
+from pipeline.base.files import make_folder, remove_empty, replaced_atomically, sync_files, sync_folder
+from pipeline.base.json_reader import saved_json
 from pipeline.base.problems import JobError, job_error
 from pipeline.base.words import few
 from pipeline.checkpoints.files import WrittenFile, has_digest
@@ -85,12 +86,18 @@ def convert(
     if foreign := partial.foreign():
         rule = f"is where it would be made, and holds {foreign[0]}, which no conversion has made"
         raise job_error("FOLDER", str(partial.path), rule, "Move it away, or name another folder")
-    partial.path.mkdir(parents=True, exist_ok=True)
+    made = make_folder(partial.path)
     with only_one(partial.path / "lock", "FOLDER", folder, "converting"):
         finished = _finished(folder, task)
         if not finished:
             partial.prepare(task)
-            _write(checkpoint, job, partial, workers, report)
+            try:
+                _write(checkpoint, job, partial, workers, report)
+            except JobError:
+                if made:  # nothing to continue
+                    shutil.rmtree(partial.path)
+                    remove_empty(made[1:])
+                raise
         shutil.rmtree(partial.path)
     return not finished
 
@@ -239,7 +246,7 @@ class PartialFolder:
     def prepare(self, task: dict[str, Any]) -> None:
         """Keep what an earlier call left of the same task; throw away anything else."""
         task_file = self.path / "task.json"
-        if task_file.exists() and json.loads(task_file.read_text(encoding="utf-8")) == task:
+        if task_file.exists() and saved_json(task_file) == task:
             return
         task_file.unlink(missing_ok=True)  # first: from here on a crash leaves no task
         self.verified.unlink(missing_ok=True)
@@ -255,7 +262,7 @@ class PartialFolder:
         note = self.path / "written" / name
         if not note.exists():
             return None
-        files = [WrittenFile(**entry) for entry in json.loads(note.read_text(encoding="utf-8"))]
+        files = [WrittenFile(**entry) for entry in saved_json(note)]
         return files if all(size_of(self.content / f.name) == f.bytes for f in files) else None
 
     def record_written(self, name: str, files: list[WrittenFile]) -> None:

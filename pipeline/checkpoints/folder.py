@@ -26,6 +26,7 @@ from pathlib import Path
 
 from pipeline.base.files import remove_tree, remove_unfinished, replaced_atomically, sync_folder
 from pipeline.base.problems import JobError, job_error
+from pipeline.base.user_input import read_text
 from pipeline.checkpoints.lineage import LINEAGE, Lineage, saved_lineage
 from pipeline.checkpoints.manifest import read_checkpoint
 from pipeline.job.job import SaveRules
@@ -106,7 +107,7 @@ def point_latest(folder: Path, tag: str) -> None:
 def named_by_latest(folder: Path) -> str | None:
     """The tag in `latest`; None where there is no such file, or no text in it."""
     try:
-        return (folder / LATEST).read_text(encoding="utf-8").strip() or None
+        return read_text(folder / LATEST).strip() or None
     except (OSError, ValueError):
         return None
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.files import replaced_atomically
+from pipeline.base.json_reader import saved_json
 from pipeline.base.problems import JobError, job_error
 
 LINEAGE = "lineage.json"
@@ -64,7 +65,7 @@ def read_lineage(folder: Path) -> Lineage:
     """
     path = folder / LINEAGE
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = saved_json(path)
         branches, origin = parse_branches(content["branches"]), content["origin"]
         if origin is not None and not isinstance(origin, str):
             raise TypeError("the origin is a path")

@@ -30,6 +30,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pipeline.base.files import replaced_atomically
+from pipeline.base.json_reader import saved_json
 from pipeline.base.problems import job_error
 from pipeline.checkpoints.files import ALGORITHMS, digest_of
 from pipeline.checkpoints.lineage import Branches, parse_branches, read_lineage
@@ -41,7 +42,7 @@ MANIFEST = "manifest.json"
 SHARDS = "shards.json"
 FORMAT = 2
 CHOOSE_ANOTHER = "Name another checkpoint with --resume PATH, or use another --output_dir"
-_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 PACKAGES = {"pipeline": "gpt-pretraining-pipeline", "torch": "torch", "deepspeed": "deepspeed"}
 
 
@@ -185,7 +186,7 @@ def write_converted_manifest(
     checkpoint: Checkpoint, path: Path, files: Mapping[str, FileEntry], layout: Mapping[str, Any]
 ) -> None:
     """The manifest of what `checkpoint` was converted to, at `path`: the same but for files and layout."""
-    content = json.loads((checkpoint.path / MANIFEST).read_text(encoding="utf-8"))
+    content = saved_json(checkpoint.path / MANIFEST)
     content |= {
         "format": FORMAT,
         "branches": [],
@@ -267,7 +268,7 @@ def saved_branches(path: Path) -> tuple[Branches, int] | None:
 
 def _parse(path: Path) -> Checkpoint:
     """What the manifest at `path` says. Raises one of `_UNREADABLE` for anything but a manifest."""
-    content = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    content = saved_json(path / MANIFEST)
     given = content.get("format")
     if given not in (None, FORMAT):
         raise ValueError(f"format {given} is not known here, {FORMAT} is the newest")

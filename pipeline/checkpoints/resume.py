@@ -17,7 +17,7 @@ from typing import Any
 
 from pipeline.base.problems import JobError, Problem, job_error
 from pipeline.base.user_input import is_file, is_folder
-from pipeline.base.words import ends
+from pipeline.base.words import cut, ends
 from pipeline.checkpoints.folder import LATEST, named_by_latest, steps_in
 from pipeline.checkpoints.lineage import BEFORE_ALL, Lineage, branched, read_lineage, saved_lineage
 from pipeline.checkpoints.manifest import (
@@ -202,8 +202,8 @@ def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str:
 def _what_latest_is(folder: Path, named: str | None) -> str:
     if named is None:
         return "names no checkpoint" if (folder / LATEST).exists() else "is missing"
-    there = (folder / named).is_dir()
-    return f"names {named}, {'another one' if there else 'which is not there'}"
+    there = is_folder(folder / named)
+    return f"names {cut(named)}, {'another one' if there else 'which is not there'}"
 
 
 def lineage_after(folder: Path, checkpoint: Checkpoint, name: str) -> Lineage:

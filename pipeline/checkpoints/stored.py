@@ -6,7 +6,6 @@ wrote the files recorded it. Nothing here depends on how DeepSpeed shards and na
 
 from __future__ import annotations
 
-import json
 import mmap
 from bisect import bisect_right
 from collections import defaultdict
@@ -19,6 +18,7 @@ import torch
 from deepspeed.checkpoint.constants import LOSS_SCALER
 from torch import Tensor
 
+from pipeline.base.json_reader import saved_json
 from pipeline.checkpoints.manifest import SHARDS
 from pipeline.checkpoints.torch_file import load_torch_file
 from pipeline.parallel.parameters import Slicing
@@ -72,7 +72,7 @@ class StoredState:
 
     def __init__(self, path: Path, allowed: Collection[str] = ()) -> None:
         self.path, self._allowed = path, allowed
-        content = json.loads((path / SHARDS).read_text(encoding="utf-8"))
+        content = saved_json(path / SHARDS)
         self.skipped_steps: int = content["skipped_steps"]
         self._index = content
         self.ranks: list[dict[str, Any]] = content["ranks"]

@@ -33,6 +33,7 @@ from deepspeed.checkpoint.constants import (
 )
 from deepspeed.git_version_info import version as deepspeed_version
 
+from pipeline.base.json_reader import saved_json
 from pipeline.checkpoints.files import WrittenFile, write_bytes
 from pipeline.checkpoints.manifest import SHARDS, TrainState
 from pipeline.checkpoints.stored import MASTER, Location, StoredState
@@ -117,7 +118,7 @@ def write_common(
 
 def origin_of(folder: Path) -> dict[str, Any] | None:
     """What the checkpoint at `folder` was made from; None if it was not written here."""
-    return json.loads((folder / SHARDS).read_text(encoding="utf-8")).get("origin")  # type: ignore[no-any-return]
+    return saved_json(folder / SHARDS).get("origin")  # type: ignore[no-any-return]
 
 
 def _counters(source: WholeParameters, job: Job, state: TrainState) -> dict[str, Any]:

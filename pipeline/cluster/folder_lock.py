@@ -36,7 +36,9 @@ import psutil
 
 from pipeline.base.command import say
 from pipeline.base.files import is_local, lock_now, this_system
+from pipeline.base.json_reader import parse_saved
 from pipeline.base.problems import JobError, Problem, job_error
+from pipeline.base.user_input import open_regular
 
 LOCK_FILE = "lock"
 LEASE_FILE = "lease.json"
@@ -243,9 +245,12 @@ def verdict_of_process(lease: Lease, here: Lease) -> str:
 def parse(content: bytes | None) -> Lease | None:
     """A lease from the file's content; None for anything else."""
     try:
-        return Lease(**json.loads(content or b""))
+        lease = Lease(**parse_saved(content or b""))
     except (ValueError, TypeError):
         return None
+    kinds = {"pid": int, "started": int | float, "beat": int}
+    right = all(isinstance(value, kinds.get(name, str)) for name, value in asdict(lease).items())
+    return lease if right and 0 <= lease.pid < 2**31 and 0 <= lease.started < 2**40 else None
 
 
 def read_lease(folder: Path) -> Lease | None:
@@ -309,9 +314,9 @@ def running_problems(output_dir: str | Path) -> list[Problem]:
     watching can tell, the start finds."""
     folder = Path(output_dir)
     try:
-        file = (folder / LOCK_FILE).open("r")
+        file = open_regular(folder / LOCK_FILE)
         lease = read_lease(folder)
-    except OSError:
+    except (OSError, ValueError):
         return []
     with file:
         try:

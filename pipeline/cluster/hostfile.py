@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ipaddress
 import re
-import stat
 from pathlib import Path
 
 from pipeline.base.problems import Problem
@@ -31,9 +30,6 @@ def read_hostfile(path: str | Path) -> tuple[tuple[Host, ...], tuple[Problem, ..
     A line with a problem gives no host. The file being missing, unreadable or empty is a problem, too.
     """
     try:
-        # A pipe's content would be there for one reader, and there are several, with every start again.
-        if not stat.S_ISREG(Path(path).stat().st_mode) and not Path(path).is_dir():
-            raise ValueError("it is no regular file, and would be read once only")
         text = read_text(path)
     except (OSError, ValueError) as error:
         is_decoding = isinstance(error, UnicodeDecodeError)
@@ -178,9 +174,9 @@ def _parse_filter(
     devices_of = {host.name: host.devices for host in hosts}
     chosen: dict[str, tuple[int, ...]] = {}
     problems: list[Problem] = []
+    the_hosts = f"The hosts are {few(f'{host.name} (slots {ranges(host.devices)})' for host in hosts)}"
     for name, slots in _split_filter(text, devices_of):
-        known = [f"{host.name} (slots {ranges(host.devices)})" for host in hosts]
-        remedy = f"The hosts are {few(known)}"
+        remedy = the_hosts
         if name not in devices_of:
             rule = f"there is no host '{name}'"
         elif name in chosen:

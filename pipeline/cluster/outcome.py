@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.base.files import replaced_atomically
+from pipeline.base.json_reader import saved_json
 from pipeline.base.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_WRONG_JOB
 
 OUTCOME_FILE = "outcome.json"
@@ -131,10 +132,10 @@ def clear_outcome(output_dir: str | Path) -> None:
 def read_outcome(output_dir: str | Path, master_port: int) -> Outcome | None:
     """The outcome of the start with this rendezvous port; None where there is no readable one."""
     try:
-        values = json.loads((Path(output_dir) / OUTCOME_FILE).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+        values = saved_json(Path(output_dir) / OUTCOME_FILE)
+    except (OSError, ValueError):
         return None
-    if not isinstance(values, dict) or set(values) != set(_WRITTEN):
+    if not isinstance(values, dict) or set(values) != set(_WRITTEN) or not isinstance(values["status"], str):
         return None
     outcome = Outcome(**values)
     return outcome if outcome.status in _EXIT_CODES and outcome.master_port == master_port else None

@@ -40,6 +40,7 @@ _SEVERAL_BY_ACCELERATE = ("ACCELERATE_MIXED_PRECISION", "MASTER_ADDR")
 _ANY_LAUNCHER = "Start with deepspeed, torchrun, mpirun or srun, which set it"
 # What MPI's own starts set.
 _OF_MANAGERS = ("OMPI_", "PMI_", "PMIX_", "MPI_LOCAL")
+MOST_RANKS = 2**20
 FIRST_PORT, FIRST_OUTGOING_PORT = 15_000, 32_768
 
 
@@ -73,7 +74,7 @@ class Manager:
         if any(name not in environ for name in self.job) or not self.job:
             return None
         name = "/".join(environ[variable] for variable in self.job)
-        number = int.from_bytes(hashlib.sha256(f"{self.name} {name}".encode()).digest()[:8], "big")
+        number = int.from_bytes(hashlib.sha256(os.fsencode(f"{self.name} {name}")).digest()[:8], "big")
         return FIRST_PORT + number % (FIRST_OUTGOING_PORT - FIRST_PORT)
 
 
@@ -137,7 +138,7 @@ def slurm_counts(text: str) -> list[int]:
     """
     counts: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        match = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,6})\))?", part)
         if match is None:
             raise ValueError(f"{part!r} is no number of tasks")
         counts += [int(match[1])] * int(match[2] or 1)
@@ -326,10 +327,14 @@ def _numbers(environ: Mapping[str, str], names: tuple[str, ...], problems: list[
     for name in names:
         if name not in environ:
             continue
-        if environ[name].isdecimal():
+        if environ[name].isdecimal() and len(environ[name]) < 10:
             numbers[name] = int(environ[name])
         else:
-            problems.append(Problem(name, environ[name], "must be a whole number, at least 0", _ANY_LAUNCHER))
+            problems.append(
+                Problem(
+                    name, environ[name], "must be a whole number, at least 0 and below 1e9", _ANY_LAUNCHER
+                )
+            )
     if problems:
         raise JobError(problems)
     return numbers
@@ -343,6 +348,7 @@ def _checked(found: RankEnvironment) -> RankEnvironment:
     """
     world_size, local_size = found.world_size, found.local_size
     checks = (
+        ("WORLD_SIZE", world_size, world_size <= MOST_RANKS, f"must be at most {MOST_RANKS:,}"),
         ("RANK", found.rank, found.rank < world_size, f"must be below WORLD_SIZE = {world_size}"),
         ("LOCAL_RANK", found.local_rank, found.local_rank < local_size,
          f"must be below this host's {local_size} ranks"),

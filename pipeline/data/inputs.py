@@ -11,13 +11,13 @@ import codecs
 import gzip
 import importlib.util
 import io
-import json
 import re
 import zlib
 from pathlib import Path
 from typing import IO, Literal
 from urllib.parse import unquote, urlsplit
 
+from pipeline.base.json_reader import saved_json
 from pipeline.base.problems import JobError, Problem, job_error
 from pipeline.base.user_input import exists, is_file
 from pipeline.base.words import few
@@ -127,10 +127,10 @@ def arrow_files(folder: Path) -> list[str]:
     """
     try:
         if (folder / _DATASET_DICT).is_file():
-            splits = json.loads((folder / _DATASET_DICT).read_text(encoding="utf-8"))["splits"]
+            splits = saved_json(folder / _DATASET_DICT)["splits"]
             rule = f"is a dataset of the splits {few(splits)}"
             raise job_error("data", str(folder), rule, f"Give one of them: {folder / splits[0]}")
-        state = json.loads((folder / _STATE).read_text(encoding="utf-8"))
+        state = saved_json(folder / _STATE)
         if state.get("_indices_data_files"):
             rule = "keeps the order of its rows in a separate file, as old versions of datasets did"
             raise job_error("data", str(folder), rule, "Load it with datasets and save_to_disk it again")

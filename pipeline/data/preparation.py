@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from pipeline.base.files import file_lock, sync_folder
+from pipeline.base.json_reader import saved_json
 from pipeline.base.problems import JobError, Problem, job_error
 from pipeline.data.corpus import Corpus, no_document
 from pipeline.data.encoding import Encoded, Encoder, encode_tasks
@@ -311,7 +312,7 @@ def _finished(prefix: str, identity: str) -> dict[str, Any] | None:
     if not taken:
         return None
     try:
-        description = json.loads(Path(f"{prefix}.json").read_text(encoding="utf-8"))
+        description = saved_json(Path(f"{prefix}.json"))
         if description["identity"] == identity and len(taken) == 3:
             return description
     except (OSError, ValueError, KeyError, TypeError):

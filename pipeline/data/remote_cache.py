@@ -25,6 +25,7 @@ from typing import Any, BinaryIO
 from urllib.parse import quote, urlsplit
 
 from pipeline.base.files import file_lock, replaced_atomically
+from pipeline.base.json_reader import saved_json
 from pipeline.base.problems import JobError, job_error
 from pipeline.data.inputs import is_remote, shown
 from pipeline.data.remote import Bundle, RemoteObject, RemoteStore
@@ -309,7 +310,7 @@ def _sync(file: BinaryIO) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8"))
+    return saved_json(path)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -18,7 +18,6 @@ little-endian, all counts 64 bits.
 from __future__ import annotations
 
 import hashlib
-import json
 import mmap
 import os
 import struct
@@ -29,6 +28,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from pipeline.base.json_reader import saved_json
 from pipeline.base.problems import Problem, job_error
 from pipeline.base.words import few
 from pipeline.data.corpus import Skipped
@@ -418,7 +418,7 @@ def _description(path: Path) -> dict[str, Any]:
     """PREFIX.json; empty where there is none, as beside other programs' files."""
     if not path.exists():
         return {}
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = saved_json(path)
     if not isinstance(content, dict):
         raise ValueError(f"{path.name} is no description of tokens")
     return content if str(content.get("format", "")).startswith("MMIDIDX") else {}

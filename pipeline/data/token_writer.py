@@ -21,7 +21,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from pipeline.base.files import file_lock, replaced_atomically, sync_folder
+from pipeline.base.files import file_lock, make_folder, remove_empty, replaced_atomically, sync_folder
+from pipeline.base.json_reader import saved_json
 from pipeline.base.problems import job_error
 from pipeline.data.corpus import Skipped
 from pipeline.data.losses import Losses
@@ -123,7 +124,7 @@ class TokenWriter:
         self._open_tokens = 0
         self._begin = time.monotonic()
         self._last_commit = self._begin
-        self.paths["bin"].parent.mkdir(parents=True, exist_ok=True)
+        self._made = make_folder(self.paths["bin"].parent)
         with ExitStack() as stack:
             # Before the files, so that it is held until their last bytes are written.
             try:
@@ -205,9 +206,10 @@ class TokenWriter:
         _publish(self.paths)
 
     def discard(self) -> None:
-        """Remove the unfinished files."""
+        """Remove the unfinished files, and the folders that were made for them."""
         for suffix in ("bin.partial", "sizes.partial", "idx.partial", "json.partial", "progress.json"):
             self.paths[suffix].unlink(missing_ok=True)
+        remove_empty(self._made)
 
     def _record(self, finished: bool) -> None:
         note = {"identity": self.identity, "finished": finished, "place": asdict(self.place)}
@@ -230,7 +232,7 @@ def finish_interrupted(prefix: str, identity: str) -> None:
     """Rename the rest of the files of a writer that was killed while it renamed them."""
     paths = Paths(prefix)
     try:
-        note = json.loads(paths["progress.json"].read_text(encoding="utf-8"))
+        note = saved_json(paths["progress.json"])
         if note["finished"] and note["identity"] == identity:
             _publish(paths)
     except (OSError, ValueError, KeyError, TypeError):
@@ -249,7 +251,7 @@ def _publish(paths: Paths) -> None:
 
 def _recorded(path: Path, identity: str) -> tuple[ReadPosition, Counts] | None:
     try:
-        note = json.loads(path.read_text(encoding="utf-8"))
+        note = saved_json(path)
         if note["identity"] != identity or note["finished"]:
             return None
         counts = Counts(**note["counts"])

@@ -20,6 +20,7 @@ from pipeline.data.losses import LossCounter, Losses
 from pipeline.data.markers import without_markers
 from pipeline.data.tokenizer_folder import (
     BYTES,
+    MALFORMED,
     SAVE_AGAIN,
     TOKENIZER,
     TokenizerFacts,
@@ -155,13 +156,14 @@ class HuggingFaceTokenizer:
         from tokenizers import Tokenizer as Backend
 
         self._dtype = np.uint16 if facts.vocab_size <= 1 << 16 else np.int32
-        self._plain = plain = without_markers(facts.json, facts.markers)
         try:
-            self.backend = self._decoder = Backend.from_str(plain)
+            # The library first: it checks the form of what is read after it.
+            self.backend = self._decoder = Backend.from_str(facts.json)
+            self._plain = plain = without_markers(facts.json, facts.markers)
             if plain is not facts.json:
-                self._decoder = Backend.from_str(facts.json)
+                self.backend = Backend.from_str(plain)
         except Exception as error:  # the library raises plain Exception
-            if not isinstance(error, ValueError) and type(error) is not Exception:
+            if not isinstance(error, MALFORMED) and type(error) is not Exception:
                 raise
             rule = f"{TOKENIZER} cannot be read: {error}"
             raise job_error("tokenizer", facts.name, rule, SAVE_AGAIN) from error

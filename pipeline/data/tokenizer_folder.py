@@ -18,8 +18,9 @@ from types import MappingProxyType
 from typing import Any
 
 from pipeline.base.files import replaced_atomically
+from pipeline.base.json_reader import parse_saved
 from pipeline.base.problems import JobError, Problem, job_error
-from pipeline.base.user_input import is_folder
+from pipeline.base.user_input import is_folder, read_text
 from pipeline.data.inputs import token_prefix
 from pipeline.hugging_face.folder_files import (
     GENERATION_CONFIG,
@@ -39,6 +40,10 @@ TOKENIZER = "tokenizer.json"
 # What the library adds when it encodes, which is turned off here: it is no part of a tokenizer's identity.
 _NOT_IDENTITY = ("truncation", "padding", "post_processor")
 NOTHING: Mapping[str, bytes] = MappingProxyType({})
+# Of a tokenizer.json; the largest that are published take 40 MB.
+_MOST_BYTES = 2**30
+# What reading a file of another form raises.
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError)
 SAVE_AGAIN = "Save the tokenizer again with a current transformers or tokenizers"
 
 
@@ -98,15 +103,15 @@ def tokenizer_facts(name: str | None) -> TokenizerFacts:
         return _facts(BYTES, byte_tokenizer_json(), END)
     folder = Path(name)
     try:
-        text = (folder / TOKENIZER).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(folder / TOKENIZER, _MOST_BYTES)
+    except (OSError, ValueError) as error:
         raise JobError([_no_folder(folder, error)]) from error
     try:
         files = files_beside(folder)
         return _facts(name, text, _eos_token(folder, text, files), files)
     except JobError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except MALFORMED as error:
         rule = f"{TOKENIZER} cannot be read ({type(error).__name__}: {error})"
         raise job_error("tokenizer", name, rule, SAVE_AGAIN) from error
 
@@ -133,7 +138,7 @@ def _facts(name: str, text: str, eos_token: str, files: Mapping[str, bytes] = NO
 @lru_cache(maxsize=4)
 def _parsed(text: str, eos_token: str) -> tuple[int, int | None, str]:
     """Vocabulary size, id of the end of a document, digest."""
-    content = json.loads(text)
+    content = parse_saved(text)
     tokens = list(_vocabulary(content))
     eos = next((number for token, number in tokens if token == eos_token), None)
     for key in _NOT_IDENTITY:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.base.files import replaced_atomically
+from pipeline.base.json_reader import saved_json
 from pipeline.base.problems import JobError, job_error
 from pipeline.data.corpus import Corpus
 from pipeline.data.encoding import BadRecord, split_text, text_of
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 # The 256 bytes and the end of a document: the smallest vocabulary that encodes every text.
 SMALLEST = 257
+# The library sets memory aside for each id, 66 bytes and more, and ends the process where there is none.
+LARGEST = 2**22
 _NOTE = "trained_on.json"
 _BATCH = 1000
 
@@ -37,7 +40,7 @@ def train_tokenizer(corpus: Corpus, rules: Rules, vocab_size: int, folder: Path)
         folder: Where it is saved.
 
     Raises:
-        JobError: too small a size, no text, a bad record, or another tokenizer in `folder`.
+        JobError: too small or large a size, no text, a bad record, or another tokenizer in `folder`.
     """
     _check(corpus, vocab_size)
     note = {"inputs": cache_identity(corpus, ByteTokenizer(), rules), "vocab_size": vocab_size}
@@ -60,6 +63,9 @@ def _check(corpus: Corpus, vocab_size: int) -> None:
         rule = f"the 256 bytes and the end of a document are {SMALLEST} ids already"
         remedy = f"Train at least {SMALLEST + 1}, or use --tokenizer bytes"
         raise job_error("train_tokenizer", vocab_size, rule, remedy)
+    if vocab_size > LARGEST:
+        rule = f"must be at most {LARGEST:,} ids"
+        raise job_error("train_tokenizer", vocab_size, rule, "Train as many as texts of this size need")
     if not corpus.files:
         rule = "there is no text to train on, only token files"
         raise job_error("train_tokenizer", vocab_size, rule, "Give the text they were made from")
@@ -74,7 +80,7 @@ def _is_trained(folder: Path, note: dict[str, Any]) -> bool:
     if not folder.exists() or not any(folder.iterdir()):
         return False
     try:
-        state = json.loads((folder / _NOTE).read_text(encoding="utf-8"))
+        state = saved_json(folder / _NOTE)
     except (OSError, ValueError):
         state = None
     if state not in ({**note, "finished": True}, {**note, "finished": False}):

@@ -11,12 +11,12 @@ config.json                                       of it the same ids, and what n
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from pipeline.base.json_reader import parse_saved
 from pipeline.base.problems import JobError, Problem
 
 TOKENIZER_CONFIG, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
@@ -61,7 +61,7 @@ def files_beside(folder: Path) -> dict[str, bytes]:
             files[name] = path.read_bytes()
             if name in _OBJECTS:
                 json_object(files, name)
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError) as error:
             rule = f"cannot be read ({type(error).__name__}: {error})"
             problems.append(Problem("tokenizer", str(path), rule, "Correct the file, or remove it"))
     if problems:
@@ -75,7 +75,7 @@ def json_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     Raises:
         ValueError: it is no JSON object.
     """
-    content = json.loads(files.get(name, b"{}"))
+    content = parse_saved(files.get(name, b"{}"))
     if not isinstance(content, dict):
         raise ValueError("is no object {...}")
     return content

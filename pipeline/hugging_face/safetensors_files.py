@@ -8,12 +8,12 @@ header but does not return the offsets, which are read here. For several files t
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
+from pipeline.base.json_reader import parse_saved, saved_json
 from pipeline.base.words import few
 
 WEIGHTS = "model.safetensors"
@@ -58,9 +58,9 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
 
 def _weight_map(path: Path) -> dict[str, str]:
     try:
-        places = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        places = saved_json(path)["weight_map"]
         right = isinstance(places, dict) and all(isinstance(file, str) for file in places.values())
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path.name} cannot be read ({type(error).__name__}: {error})") from error
     if not right or any("/" in file for file in places.values()):
         raise ValueError(f"{path.name}: weight_map does not say which file of the folder has which tensor")
@@ -81,7 +81,7 @@ def read_header(path: Path) -> dict[str, Stored]:
         raise ValueError(f"{path.name} is not a complete safetensors file: {error}") from error
     with path.open("rb") as file:
         first = 8 + int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(first - 8))
+        header = parse_saved(file.read(first - 8))
     header.pop("__metadata__", None)
     return {name: _stored(path, entry, first) for name, entry in header.items()}
 

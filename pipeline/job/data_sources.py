@@ -30,6 +30,8 @@ from pipeline.job.options import Name, Options, PathName
 
 # How far from 1 the weights' sum may be: thirds written with six digits are meant well.
 SUM_TOLERANCE = Fraction(1, 100_000)
+HEAVIEST = 10**15
+_WEIGHT = "a weight is above 0, and below 1e15"
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,3})?")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -117,6 +119,8 @@ def _weighted(entry: str) -> tuple[str, Fraction] | None:
         return None
     if is_remote(entry) and "?" in path:
         return None
+    if not abs(float(weight)) < HEAVIEST:  # of thousands of digits no fraction is made
+        return path, Fraction(HEAVIEST)
     return path, Fraction(weight)
 
 
@@ -167,11 +171,9 @@ def _read_blend(path: str) -> tuple[list[SourceSpec], list[Problem]]:
 
 def _weight_problems(key: str, sources: Sequence[SourceSpec]) -> list[Problem]:
     problems = [
-        Problem(
-            key, f"{source.name}={float(source.weight):g}", "a weight is above 0", "Raise it, or leave it out"
-        )
+        Problem(key, f"{source.name}={float(source.weight):g}", _WEIGHT, "Change it, or leave it out")
         for source in sources
-        if source.weight <= 0
+        if not 0 < source.weight < HEAVIEST
     ]
     problems += [
         Problem(key, name, "is named twice", "Add its weights up, or give the sources names of their own")

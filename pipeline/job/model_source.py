@@ -7,11 +7,11 @@ that ``--model`` names is gone.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pipeline.base.json_reader import saved_json
 from pipeline.base.problems import JobError, Problem
 from pipeline.base.user_input import exists, is_file, is_folder
 from pipeline.base.words import few
@@ -171,12 +171,12 @@ def _saved_run(options: Options) -> Path | None:
     if options.resume != "auto":
         folder = Path(options.resume).absolute().parent.parent
     try:
-        saved = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
+        saved = saved_json(folder / RUN_FILE)
         return folder if saved["options"]["model"] == name else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None  # the missing model is what is reported
 
 
 def _saved_model(folder: Path) -> ModelConfig:
     path = folder / RUN_FILE
-    return model_from_json(json.loads(path.read_text(encoding="utf-8"))["model"], str(path))
+    return model_from_json(saved_json(path)["model"], str(path))

@@ -6,7 +6,6 @@ belong to the DeepSpeed JSON, so that nothing is said twice.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,6 +16,7 @@ from typing import Annotated, Any, TypeVar
 
 from pipeline.base.command_line import read_command_line, with_expanded_paths
 from pipeline.base.fields import Limits, fields_of, range_problems, type_problem
+from pipeline.base.json_reader import saved_json
 from pipeline.base.problems import JobError, Problem, job_error
 from pipeline.base.user_input import exists, parse_duration
 from pipeline.base.words import did_you_mean
@@ -27,9 +27,12 @@ from pipeline.job.stop_file import STAMP
 RUN_FILE = "run.json"
 
 Count = Annotated[int, Limits(1)]
+# More than any machine has cores.
+MOST_WORKERS = 1024
+Workers = Annotated[int, Limits(1, MOST_WORKERS)]
 Amount = Annotated[int, Limits(0)]
 Share = Annotated[float, Limits(0, 1, below=True)]
-Gigabytes = Annotated[float, Limits(0, inf, above=True, below=True)]
+Gigabytes = Annotated[float, Limits(0, 1e9, above=True)]
 Name = Annotated[str, Limits(filled=True)]
 PathName = Annotated[str, Limits(filled=True, path=True)]
 LostCharacters = Annotated[str, Limits(choices=("stop", "continue"))]
@@ -331,13 +334,13 @@ def from_run_file(path: Path, kind: type[O] = Options) -> O:  # type: ignore[ass
         JobError: the file is missing, is no run.json, or has an option that does not exist.
     """
     try:
-        saved = json.loads(path.read_text(encoding="utf-8"))["options"]
+        saved = saved_json(path)["options"]
         if not isinstance(saved, dict):
             raise TypeError("its options are no object")
     except FileNotFoundError as error:
         rule = "there is no such file"
         raise job_error("config", str(path), rule, f"Give the {RUN_FILE} of a run") from error
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         rule = f"cannot be read as a {RUN_FILE} ({type(error).__name__}: {error})"
         raise job_error("config", str(path), rule, f"Give the {RUN_FILE} of a run") from error
     return from_json(saved, kind, str(path))

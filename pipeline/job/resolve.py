@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pipeline.base.fields import AUTO, Undecided, shown
 from pipeline.base.json_reader import read_json, with_values
 from pipeline.base.problems import JobError, Problem, job_error
-from pipeline.base.user_input import exists, parse_duration
+from pipeline.base.user_input import exists, parse_duration, unwritable
 from pipeline.data.corpus import SourceSpec
 from pipeline.job.batch import MICRO, STEPS, TRAIN, BatchRequest, resolve_batch
 from pipeline.job.data_sources import training_sources, validation_sets
@@ -306,6 +306,8 @@ def _check_folder(facts: Facts, draft: Draft) -> None:
     )
     problems = folder_problems(folder, draft.identity)
     problems += restart_problems(folder, facts.options.resume)
+    if (cache := facts.options.cache_dir) and (rule := unwritable(cache)):
+        problems.append(Problem("cache_dir", cache, rule, "Name a folder that you may write to"))
     if problems:
         raise JobError(problems)
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from pipeline.base.files import replaced_atomically
+from pipeline.base.json_reader import saved_json
 from pipeline.base.problems import Problem
-from pipeline.base.user_input import exists, is_folder
+from pipeline.base.user_input import is_folder, unwritable
 from pipeline.job.job import Job
 from pipeline.job.options import RUN_FILE, Options
 from pipeline.model.config import ModelConfig
@@ -54,37 +54,21 @@ def identity(options: Options, model: ModelConfig, sequence_length: int, tokeniz
 def folder_problems(folder: Path, wanted: dict[str, Any]) -> list[Problem]:
     """Why this folder cannot take a run of that identity: it cannot be written, or holds another run."""
     for place in (folder, folder / CHECKPOINTS):  # the second may be a link to another disk
-        if rule := _unusable(place):
+        if rule := unwritable(place):
             return [Problem("output_dir", str(place), rule, "Name a folder that you may write to")]
     path = folder / RUN_FILE
     if not path.exists():
         return []
     try:
-        saved = json.loads(path.read_text(encoding="utf-8"))["identity"]
+        saved = saved_json(path)["identity"]
         differing = _differences(saved, wanted)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         rule = f"holds a {RUN_FILE} that cannot be read ({type(error).__name__}: {error})"
         return [Problem("output_dir", str(folder), rule, "Use another folder, or remove that file")]
     if not differing:
         return []
     rule = f"holds another run: {'; '.join(differing)}"
     return [Problem("output_dir", str(folder), rule, "Use another --output_dir, or that run's settings")]
-
-
-def _unusable(folder: Path) -> str | None:
-    """Why nothing can be written there."""
-    try:
-        folder.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        if folder.is_symlink():
-            return "is a link that leads nowhere"
-    except OSError as error:
-        return f"cannot be reached ({error.strerror})"
-    nearest = next(path for path in (folder, *folder.absolute().parents) if exists(path))
-    if not nearest.is_dir():
-        return "is a file" if nearest == folder else f"cannot be written: {nearest} is a file"
-    writable = os.access(nearest, os.W_OK | os.X_OK)
-    return None if writable else f"cannot be written: {nearest} is not writable"
 
 
 def restart_problems(folder: Path, resume: str) -> list[Problem]:

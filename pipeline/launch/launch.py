@@ -20,7 +20,7 @@ if __name__ == "__main__":
 
     take_stop_signals(leave_at_stop)
 
-from pipeline.base.command import say, show_messages, take_stop_signals
+from pipeline.base.command import run_command, say, show_messages, take_stop_signals
 from pipeline.base.problems import EXIT_STOPPED, EXIT_WRONG_JOB, JobError
 from pipeline.job.options import Options
 from pipeline.job.report import console, print_problems
@@ -52,7 +52,7 @@ def _interrupt(number: int, _frame: FrameType | None) -> None:
 if __name__ == "__main__":
     take_stop_signals(_interrupt)
     try:
-        sys.exit(main())
+        run_command(main)
     except KeyboardInterrupt as interrupt:  # while ranks run, it is a request to them
         say(f"\nStopped by {interrupt} while no rank was running.")
         sys.exit(EXIT_STOPPED)

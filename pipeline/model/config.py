@@ -14,6 +14,8 @@ from pipeline.base.problems import JobError, Problem
 # every layout, because the initial weights are drawn for the full padded tensor.
 VOCAB_MULTIPLE = 128
 Size = Annotated[int, Limits(1)]
+# Each is listed, in stages and in checkpoints; the deepest transformers that were published have 1,000.
+Layers = Annotated[int, Limits(1, 10_000)]
 Positive = Annotated[float, Limits(0, above=True)]
 Rate = Annotated[float, Limits(0, 1, below=True)]
 
@@ -103,7 +105,7 @@ class ModelConfig:
     name: str
     vocab_size: Size
     hidden_size: Size
-    num_layers: Size
+    num_layers: Layers
     num_heads: Size
     num_kv_heads: Size
     head_dim: Size

@@ -27,6 +27,8 @@ from typing import IO, Any
 import numpy as np
 
 from pipeline.base.files import LineFile, remove_unfinished, replaced_atomically
+from pipeline.base.json_reader import parse_saved
+from pipeline.base.user_input import open_regular
 from pipeline.checkpoints.manifest import TrainState
 from pipeline.data.blend import Blend
 from pipeline.training.metrics import EvalMetrics, StepMetrics
@@ -134,7 +136,7 @@ def unusable_metrics(path: Path, resume_step: int, *, evaluation_due: bool = Fal
 def reading_failure(path: Path, read: Callable[[IO[bytes]], Iterable[object]]) -> str | None:
     """What keeps `read` from going through the file at `path`; None if nothing does, or there is no file."""
     try:
-        with path.open("rb") as lines:
+        with open_regular(path) as lines:
             for _ in read(lines):
                 pass
     except FileNotFoundError:
@@ -163,9 +165,11 @@ def _records(path: Path, lines: IO[bytes]) -> Iterator[tuple[bytes, dict[str, An
     """Each line with its object. Only the last line can be torn: it ends without a line end."""
     for number, line in enumerate(lines, start=1):
         try:
-            record = json.loads(line)
+            record = parse_saved(line)
             if not isinstance(record["step"], int):
                 raise TypeError("'step' is not an integer")
+            if not isinstance(record.get("name"), str | None):
+                raise TypeError("'name' is no text")
         except (ValueError, KeyError, TypeError) as error:
             if not line.endswith(b"\n"):
                 return
@@ -223,7 +227,9 @@ def _whole_lines(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[bytes, in
         if not line.endswith(b"\n"):
             return
         try:
-            step = int(json.loads(line)["step"])
+            step = parse_saved(line)["step"]
+            if not isinstance(step, int):
+                raise TypeError("'step' is not an integer")
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}, line {number}: not the samples of a step ({error})") from error
         yield line, step

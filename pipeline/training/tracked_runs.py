@@ -27,6 +27,7 @@ from typing import Any, Protocol
 from uuid import uuid4
 
 from pipeline.base.files import replaced_atomically
+from pipeline.base.json_reader import saved_json
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ def continued_record(start: Start) -> Record:
     record = Record(uuid4().hex)
     if start.step > 0 and path.exists():
         try:
-            record = Record(**json.loads(path.read_text(encoding="utf-8")))
+            record = Record(**saved_json(path))
         except (ValueError, TypeError) as error:
             remedy = "remove it, and W&B and Comet begin a new run"
             raise ValueError(f"{path} cannot be read ({error}); {remedy}") from error

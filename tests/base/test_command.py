@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,37 @@ def test_a_command_whose_reader_has_left_ends_with_1(flush: str) -> None:
 def test_a_commands_code_is_the_process_code(code: int) -> None:
     script = f"from pipeline.base.command import run_command\nrun_command(lambda: print('line') or {code})"
     assert first_line("-c", script) == ("line\n", "", code)
+
+
+@pytest.mark.parametrize(
+    ("shell", "code", "says"),
+    [
+        ("{} >&-", 0, ""),
+        ("{} <&- >&- 2>&-", 0, ""),
+        ("{} --nope 2>&-", 2, ""),
+        ("{} >/dev/full", 1, "error: No space left on device\n"),
+        ("{} --data nothing >/dev/full", 1, "error: No space left on device\n"),
+        (
+            "mkdir gone && cd gone && rmdir ../gone && {}",
+            2,
+            "error: the current folder cannot be used (No such file or directory): change to one that "
+            "exists.\n",
+        ),
+    ],
+)
+def test_what_a_shell_may_take_from_a_command(shell: str, code: int, says: str, tmp_path: Path) -> None:
+    check = f"{sys.executable} -m pipeline.check --world_size 2 --model tiny --output_dir {tmp_path}/run"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        shell.format(check),
+        shell=True,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (code, says)
 
 
 def test_what_modules_log_is_shown_by_the_last_who_asked() -> None:

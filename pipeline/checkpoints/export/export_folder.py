@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -14,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from pipeline.base.files import remove_tree, sync_files, sync_folder
+from pipeline.base.files import make_folder, remove_empty, remove_tree, sync_files, sync_folder
 from pipeline.base.problems import JobError, Problem
-from pipeline.base.user_input import exists, is_folder
+from pipeline.base.user_input import exists, unwritable
 from pipeline.checkpoints.export.tensors import FORMATS, tensors, verified_state, write_weights
 from pipeline.checkpoints.manifest import Checkpoint
 from pipeline.checkpoints.output import free_bytes, lack_of_space, only_one, output_problems
@@ -78,13 +77,10 @@ def export_problems(export: Export) -> list[Problem]:
 
 def _folder_problems(export: Export) -> list[Problem]:
     folder, key = export.folder, str(export.folder)
+    if rule := unwritable(folder) or unwritable(folder.resolve().parent):
+        return [Problem("folder", key, rule, "Name another folder")]
     if problems := output_problems("folder", key):
         return problems
-    nearest = next(path for path in folder.resolve().parents if exists(path))
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        return [Problem("folder", key, f"{nearest} cannot be written to", "Name another folder")]
-    if exists(folder) and not is_folder(folder):
-        return [Problem("folder", key, "is a file", "Name a folder")]
     if not exists(folder) or not any(folder.iterdir()):
         return []
     if not export.overwrite:
@@ -180,7 +176,7 @@ class StagingFolder:
             JobError: another process is at it.
             OSError: it cannot be made.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
+        made = make_folder(self.path)
         with only_one(self.path / "lock", "folder", self.folder, "exporting"):
             try:
                 self._recover()
@@ -189,6 +185,7 @@ class StagingFolder:
                 # Within the lock, so that the folder of the next process is not taken from it. What cannot be
                 # removed must not hide why; the next export tries again.
                 shutil.rmtree(self.path, ignore_errors=True)
+                remove_empty(made[1:])
 
     def _recover(self) -> None:
         self._give_back()
