@@ -212,10 +212,8 @@ class Agent:
                 return
         variables = order["environment"]
         if not self._spec.port and (told := interface_for(place, os.environ)):
-            text = "the host's own name leads to itself alone: gloo is told to use " + ", ".join(
-                told.values()
-            )
-            self._client.send(text=text, **{"is": "trouble"})
+            text = "the host's own name leads to itself alone: gloo is told to use "
+            self._client.send(text=text + ", ".join(told.values()), **{"is": "trouble"})
             variables = variables | told
         self._rank.start(place, [*self._arguments, *order["arguments"]], variables)
         if order["logs"]:
