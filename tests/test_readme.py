@@ -180,8 +180,22 @@ def test_commands_run_as_written(block: Block, clone: Path, environment: dict[st
         folder = re.findall(r"--output_dir (\S+)", command)
         assert ("resumed from" in output) == (folder in folders), command
         folders.append(folder)
+        if not command.startswith("./launch.sh --output_dir"):  # the way it was started has a say
+            assert_printed_command_continues(command, output, clone, environment)
     if not jobs:
         assert all("This job can start." in output for _, output in outputs[-1:])
+
+
+def assert_printed_command_continues(
+    command: str, output: str, clone: Path, environment: dict[str, str]
+) -> None:
+    """On as many ranks as before: it begins as the command did."""
+    (printed,) = re.findall(r"to continue training: (.*)", output)
+    start = re.split(" --(deepspeed_config|output_dir|sample_tokens) ", command)[0].split()
+    assert printed.split()[: len(start)] == start
+    again = run(printed, clone, environment)
+    assert "resumed from" in again and f"finished {printed.split()[-1]} steps" in again
+    assert "layout changed" not in again
 
 
 @pytest.mark.parametrize("command", [command for _, command in COMMANDS if kind(command) == "elsewhere"])

@@ -1,12 +1,17 @@
-"""Which of a command line's options are the launcher's, and which are the job's."""
+"""Which of a command line's options are the launcher's and which the job's, and how a job was started."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
+import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
+
+import psutil
 
 from pipeline.base.problems import Problem
 from pipeline.base.user_input import expanded
@@ -14,6 +19,8 @@ from pipeline.cluster.hostfile import address_rule
 
 # Below 5 s of failure time-out, a host that swaps is taken for one that is gone.
 LEAST_SECONDS = {"stop_timeout": 0.001, "failure_timeout": 5.0, "step_timeout": 1.0}
+# The job's script, and the part of DeepSpeed's launcher that is started on each host.
+_SCRIPT, _BEHIND_SSH = "pretrain.py", "deepspeed.launcher.launch"
 LAUNCHERS = ("pdsh", "openmpi", "mpich", "impi", "mvapich", "slurm")
 
 
@@ -156,6 +163,41 @@ def split_arguments(
     """
     parsed, rest = launcher_parser(program).parse_known_args(list(arguments))
     return LauncherOptions(**vars(parsed)), rest
+
+
+def words_of(options: LauncherOptions) -> list[str]:
+    """The command line that gives these options."""
+    words = []
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if value is True:
+            words.append(f"--{field.name}")
+        elif value != field.default:
+            text = f"{value:g}" if isinstance(value, float) else str(value)
+            # argparse takes what begins with a hyphen for the next option.
+            words += [f"--{field.name}={text}"] if text.startswith("-") else [f"--{field.name}", text]
+    return words
+
+
+def start_command(world_size: int) -> tuple[str, ...]:
+    """What started this rank without ./launch.sh, up to and with the script, as the processes above it show;
+    empty where they do not: across ssh, and under srun.
+
+    Args:
+        world_size: A process that nothing else has started is a whole job only if it has one rank.
+    """
+    above = []
+    with contextlib.suppress(psutil.Error):
+        above = [process.cmdline() for process in psutil.Process().parents()]
+    # The outermost is what somebody typed; the innermost is this rank's agent.
+    starts = [words for words in above if any(word.endswith(_SCRIPT) for word in words)]
+    if not starts or _BEHIND_SSH in starts[-1] or (len(starts) == 1 and world_size > 1):
+        return ()
+    last = next(index for index, word in enumerate(starts[-1]) if word.endswith(_SCRIPT))
+    words = starts[-1][: last + 1]
+    name = Path(words[1]).name
+    # As typed: "deepspeed" is a script that its first line starts Python for.
+    return (name, *words[2:]) if len(words) > 2 and shutil.which(name) == words[1] else tuple(words)
 
 
 def launcher_problems(options: LauncherOptions) -> list[Problem]:

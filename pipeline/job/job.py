@@ -196,6 +196,7 @@ class Job:
         deepspeed: Exactly what `deepspeed.initialize(config=...)` receives.
         monitors: Enabled monitors with their settings. The job feeds them itself, DeepSpeed does not.
         json: The user's DeepSpeed JSON as read, before anything was resolved.
+        command: What started the run, before its options; empty where nobody knows.
         resolved: Values that were left open, in the order they were decided.
         problems: Warnings only.
     """
@@ -228,6 +229,7 @@ class Job:
     deepspeed: dict[str, Any]
     monitors: dict[str, dict[str, object]]
     json: dict[str, Any]
+    command: tuple[str, ...] = ()
     resolved: tuple[Resolved, ...] = ()
     problems: tuple[Problem, ...] = ()
 

@@ -98,6 +98,8 @@ def _differences(saved: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
 def run_json(job: Job) -> dict[str, Any]:
     """The content of run.json."""
     return {
+        "command": list(job.command),
+        "hosts": [{"name": host.name, "slots": host.slots} for host in job.world.hosts],
         "options": job.options.to_json(),
         "identity": job.identity,
         "deepspeed_json": job.json,

@@ -24,6 +24,7 @@ from pipeline.base.command import run_command, say, show_messages, take_stop_sig
 from pipeline.base.problems import EXIT_STOPPED, EXIT_WRONG_JOB, JobError
 from pipeline.job.options import Options
 from pipeline.job.report import console, print_problems
+from pipeline.launch.launcher_command import launch_program
 from pipeline.launch.preflight import read_arguments
 from pipeline.launch.restart_loop import run_job
 
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_WRONG_JOB
     if options.time_limit is not None and options.started_at is None:
         job_arguments = [*job_arguments, "--started_at", f"{started_at:.3f}"]
-    return run_job(options, launcher, job_arguments, [PROGRAM, *arguments])
+    return run_job(options, launcher, job_arguments, [launch_program(), *arguments])
 
 
 def _interrupt(number: int, _frame: FrameType | None) -> None:

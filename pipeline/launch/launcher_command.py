@@ -20,6 +20,12 @@ from pipeline.cluster.world import available_cores
 from pipeline.job.world import LOOPBACK, World
 
 SCRIPT = Path(__file__).resolve().parents[1] / "pretrain.py"
+_LAUNCH = Path(__file__).resolve().parents[2] / "launch.sh"
+
+
+def launch_program() -> str:
+    """launch.sh as it is called from the current folder."""
+    return "./launch.sh" if Path.cwd() == _LAUNCH.parent else str(_LAUNCH)
 
 
 def _other_name(python: Path) -> str:

@@ -24,13 +24,13 @@ from pipeline.cluster.agent.host_inquiry import Inquiry
 from pipeline.cluster.agent.launch_spec import CoordinatorSettings, LaunchSpec
 from pipeline.cluster.agent.rank_table import signal_name
 from pipeline.cluster.forwarded_environment import deepspeed_env, forwarded, on_interface
-from pipeline.cluster.launcher_options import LauncherOptions
+from pipeline.cluster.launcher_options import LauncherOptions, words_of
 from pipeline.cluster.outcome import Outcome, clear_outcome, read_outcome, write_outcome
 from pipeline.job.world import World
 from pipeline.launch.host_check.ask import remote_shell
 from pipeline.launch.host_check.host_check import NoAddress, launch_address
 from pipeline.launch.key_delivery import NotDelivered, deliver_key, withdraw_key
-from pipeline.launch.launcher_command import SCRIPT, Launch, plan_launch
+from pipeline.launch.launcher_command import SCRIPT, Launch, launch_program, plan_launch
 from pipeline.launch.launcher_process import LauncherExit, LauncherProcess
 
 
@@ -53,6 +53,7 @@ def start_once(
         failure_timeout=options.failure_timeout,
         step_timeout=options.step_timeout,
         batch=batch,
+        command=(launch_program(), *words_of(options)),
     )
     with contextlib.ExitStack() as stack:
         coordinator, where, environment = None, "", dict(os.environ)

@@ -19,6 +19,7 @@ from pipeline.checkpoints.output import space_problems
 from pipeline.checkpoints.resume import resume_problems
 from pipeline.cluster.agent.rank_link import Inherited, RankLink
 from pipeline.cluster.folder_lock import only_job
+from pipeline.cluster.launcher_options import start_command
 from pipeline.cluster.outcome import Outcome, record_outcome
 from pipeline.cluster.rank_environment import RankEnvironment
 from pipeline.cluster.world import world_from_environment
@@ -70,11 +71,12 @@ def read_job(options: Options, environment: RankEnvironment, inherited: Inherite
     """
     world = world_from_environment(environment)
     batch: tuple[int, ...] = ()
+    command = start_command(environment.world_size)
     if inherited is not None and inherited.hosts:
         # The agent has compared its place with these; hosts may differ in their slots.
         world = replace(world, hosts=tuple(Host(name, slots) for name, slots in inherited.hosts))
-        batch = inherited.batch
-    job = resolve(options, world, batch)
+        batch, command = inherited.batch, inherited.command
+    job = replace(resolve(options, world, batch), command=command)
     if problems := [*resume_problems(job), *space_problems(job)]:
         raise JobError(problems)
     return job

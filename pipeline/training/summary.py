@@ -73,10 +73,11 @@ def resume_hint(job: Job, by_name: bool = False) -> str:
 
 def continue_hint(job: Job, done: int) -> str:
     """How a run that has finished `done` steps is trained on."""
-    return f"to continue training: {_again(job)} --train_steps {2 * done}"
+    return f"to continue training: {_again(job, '--train_steps', str(2 * done))}"
 
 
 def _again(job: Job, *more: str) -> str:
-    """The command that starts this run again, as a shell reads it."""
+    """The command that starts this run again the way it was started, as a shell reads it there."""
     folder = job.output_dir
-    return shlex.join(["./launch.sh", "--config", f"{folder}/run.json", "--output_dir", folder, *more])
+    options = shlex.join(["--config", f"{folder}/run.json", "--output_dir", folder, *more])
+    return f"{shlex.join(job.command)} {options}" if job.command else f"start it as before, with {options}"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.base.problems import Problem
-from pipeline.cluster.launcher_options import LauncherOptions, launcher_problems, split_arguments
+from pipeline.cluster.launcher_options import LauncherOptions, launcher_problems, split_arguments, words_of
 from pipeline.cluster.outcome import Outcome
 from pipeline.launch import launch, restart_loop
 
@@ -85,3 +85,19 @@ def test_the_dict_for_deepspeed_is_printed_before_the_start(
     monkeypatch.setattr(restart_loop, "start_once", lambda *_: Outcome("finished", 1))
     assert launch.main(["--print_config", "--output_dir", str(tmp_path)]) == 0
     assert '"train_micro_batch_size_per_gpu"' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        LauncherOptions(),
+        LauncherOptions(
+            hostfile="my hosts", include="h1@h2:0", num_gpus=3, max_restarts=2, allow_fewer_hosts=1
+        ),
+        LauncherOptions(
+            launcher="openmpi", launcher_args="--mca btl tcp", no_ssh_check=True, step_timeout=0.5
+        ),
+    ],
+)
+def test_the_words_of_options_give_them_again(options: LauncherOptions) -> None:
+    assert split_arguments(words_of(options)) == (options, [])

@@ -37,6 +37,7 @@ class LaunchSpec:
         step_timeout: Seconds that a step may take; None: from the measured ones.
         batch: (train batch, micro-batch, accumulation steps) in place of those that the JSON gives; empty for
             the JSON's own.
+        command: What the user typed before the job's options; empty without a launch.
     """
 
     hosts: tuple[tuple[str, int], ...] = ()
@@ -46,6 +47,7 @@ class LaunchSpec:
     failure_timeout: float = 60.0
     step_timeout: float | None = None
     batch: tuple[int, ...] = ()
+    command: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int:

@@ -90,12 +90,14 @@ class Inherited:
         stacks: Descriptor of the file that takes this rank's stacks.
         hosts: (name, slots) of the world that was checked; empty without a launch.
         batch: Batch sizes in place of the JSON's; empty for the JSON's own.
+        command: As in the launch spec.
     """
 
     link: int
     stacks: int
     hosts: tuple[tuple[str, int], ...] = ()
     batch: tuple[int, ...] = ()
+    command: tuple[str, ...] = ()
 
     def argument(self) -> str:
         return OPTION + pack(vars(self))

@@ -70,7 +70,8 @@ class RankProcess:
         """
         mine, its = socket.socketpair()
         stacks = self.output.stacks
-        inherited = Inherited(its.fileno(), stacks.fileno(), self._spec.hosts, self._spec.batch)
+        spec = self._spec
+        inherited = Inherited(its.fileno(), stacks.fileno(), spec.hosts, spec.batch, spec.command)
         given = stamped(arguments) if place.rank == 0 else arguments
         command = [*self._command, inherited.argument(), *given]
         variables = without_managers(os.environ) | environment | place.variables()
