@@ -20,6 +20,7 @@ from pipeline.cluster.agent.host_inquiry import (
 from pipeline.cluster.host_probe import REQUEST, TOKEN
 from pipeline.cluster.rank_environment import RankEnvironment, free_port
 from tests.cluster.agent.agents import Start, start
+from tests.covering import first_fast
 
 __all__ = ["start"]
 
@@ -96,7 +97,7 @@ def test_what_hosts_of_a_start_without_a_launch_must_have_alike(change: dict, sa
     assert all(each in text for each in said) and bool(text) == bool(said)
 
 
-@pytest.mark.parametrize("fault", ["machine", "folder"])
+@pytest.mark.parametrize("fault", first_fast(["machine", "folder"], 1))
 def test_a_start_without_a_launch_ends_where_hosts_do_not_fit(start: Start, fault: str) -> None:
     """Two hosts, as the deepspeed launcher numbers them, which are one; or with two folders of one name."""
     start.coordinator.close()
