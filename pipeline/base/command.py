@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from typing import NoReturn
 
 from pipeline.base.problems import EXIT_FAILED, EXIT_STOPPED, EXIT_WRONG_JOB
 
+_SIZE = re.compile(r"[1-9][0-9]{0,4}")
 # Requests to stop a job.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
@@ -33,8 +35,8 @@ def run_command(main: Callable[[], int]) -> NoReturn:
 
 
 def complete_process() -> None:
-    """What every command takes for granted: standard streams, which a caller may have closed (``>&-``), and
-    a current folder.
+    """What every command takes for granted: standard streams, which a caller may have closed (``>&-``), a
+    terminal's size that is a number where one is set, and a current folder.
 
     Raises:
         SystemExit: code 2 after a message: the current folder has been removed.
@@ -42,6 +44,9 @@ def complete_process() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115  (for as long as the process)
+    for name in ("COLUMNS", "LINES"):
+        if not _SIZE.fullmatch(os.environ.get(name, "1")):  # libraries end at it
+            del os.environ[name]
     try:
         os.getcwd()  # noqa: PTH109  (it is not the path that is asked for)
     except OSError as error:

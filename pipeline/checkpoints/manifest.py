@@ -23,6 +23,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -231,9 +232,10 @@ def _version(package: str) -> str | None:
 
 def _remedy(path: Path) -> str:
     """What to do about a path that has no manifest; often it is the folder around checkpoints."""
-    for folder in (path, path / CHECKPOINTS):
-        if any(folder.glob(f"*/{MANIFEST}")):
-            return f"Name one of the checkpoints in it, {folder}/global_stepN, or another one"
+    with suppress(OSError):  # it may not be listed
+        for folder in (path, path / CHECKPOINTS):
+            if any(folder.glob(f"*/{MANIFEST}")):
+                return f"Name one of the checkpoints in it, {folder}/global_stepN, or another one"
     return CHOOSE_ANOTHER
 
 

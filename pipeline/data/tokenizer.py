@@ -159,7 +159,7 @@ class HuggingFaceTokenizer:
         try:
             # The library first: it checks the form of what is read after it.
             self.backend = self._decoder = Backend.from_str(facts.json)
-            self._plain = plain = without_markers(facts.json, facts.markers)
+            plain = without_markers(facts.json, facts.markers)
             if plain is not facts.json:
                 self.backend = Backend.from_str(plain)
         except Exception as error:  # the library raises plain Exception
@@ -199,7 +199,8 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _count_losses(self) -> LossCounter:
-        return LossCounter(self.backend, json.loads(self._plain))
+        # As the library writes it: what it may lack, as the type of the model, is there.
+        return LossCounter(self.backend, json.loads(self.backend.to_str()))
 
     def _no_id(self, texts: Sequence[str], error: Exception) -> Problem:
         """The problem of text without an id; names the first such word."""

@@ -95,7 +95,12 @@ def left_behind_notes(options: Options, choice: TokenizerChoice) -> list[Problem
     if folder is None or choice.facts is None:
         return []
     notes = []
-    if names := left_behind(folder, choice.facts.files if Path(choice.facts.name) == folder else ()):
+    try:
+        names = left_behind(folder, choice.facts.files if Path(choice.facts.name) == folder else ())
+    except OSError as error:
+        rule = f"cannot be listed ({error.strerror})"
+        return [Problem("model", options.model, rule, "See to its permissions")]
+    if names:
         rule = f"neither the run nor its exports take along {few(names)}"
         notes.append(Problem("model", options.model, rule, "", "note"))
     if choice.facts.runs_code:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pipeline.base.command import complete_process
 from pipeline.base.problems import EXIT_FINISHED, EXIT_WRONG_JOB
 from tests.fuzz.files import make_files
 
@@ -108,6 +109,7 @@ def call(case: Case, main: Callable[[Sequence[str]], int]) -> Ending:
     try:
         with _environment(case.environ), _streams(out, err), _limit(SECONDS), warnings.catch_warnings():
             warnings.simplefilter("error", RuntimeWarning)
+            complete_process()
             code = main(list(case.arguments))
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1

@@ -116,7 +116,8 @@ def merges(one: object) -> dict[str, bytes]:
     """A tokenizer with a merge that is none."""
     files = {f"merges/{path.name}": path.read_bytes() for path in Path("tokenizer").iterdir()}
     content = json.loads(files["merges/tokenizer.json"])
-    content["model"]["merges"] = [one]
+    content["model"]["merges"] = [one] if one else []
+    del content["model"]["type"]  # which the library takes for the same
     return {**files, "merges/tokenizer.json": json.dumps(content).encode()}
 
 
@@ -157,6 +158,7 @@ FOUND = [
      {"out/metrics.jsonl": DEEP + b"\n"}, FOUR),
      2, "nested too deeply"),
     (lambda: Case("check", [*JOB, *PAPER], {"out/run.json": FOLDER}), 2, "cannot be read"),
+    (lambda: Case("check", [*JOB, *PAPER], environ={"LINES": "9" * 5000, "COLUMNS": "²"}), 0, ""),
     (lambda: Case("reshard", ["saved", "loop.txt", *PAPER]), 2, "symbolic links"),
     (lambda: Case("export", ["saved", "a/" * 3000]), 2, "File name too long"),
     (lambda: Case("export", ["saved", "new/made", "--allow_pickle", "no/such"]), 2, "there is no such thing"),
@@ -165,6 +167,7 @@ FOUND = [
     (lambda: Case("rank", JOB, environ={**FOUR, "WORLD_SIZE": "9" * 9}), 2, "must be at most 1,048,576"),
     (lambda: Case("check", ["--config", "run.json", "--output_dir", "out", "--world_size", "4"],
      {**saved_run(), "out/checkpoints/latest": b"x" * 5000}), 0, "(5,000 characters)"),
+    (lambda: Case("prepare", ["text.txt", "--output", "made", "--tokenizer", "merges"], merges(None)), 0, ""),
     (lambda: Case("prepare", ["text.txt", "--output", "made", "--tokenizer", "merges"], merges(7)), 2,
      "cannot be read"),
     (lambda: Case("prepare", ["text.txt", "--output", "made", "--tokenizer", "merges"], merges("a")), 2,
