@@ -63,7 +63,7 @@ def model_folder(model_option: str) -> Path | None:
 
 
 def _has_weights(folder: Path) -> bool:
-    return (folder / WEIGHTS).exists() or (folder / INDEX).exists()
+    return exists(folder / WEIGHTS) or exists(folder / INDEX)
 
 
 def folder_weights_problems(model_option: str, model: ModelConfig) -> list[Problem]:

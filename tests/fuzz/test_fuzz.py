@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
 
@@ -160,6 +160,7 @@ FOUND = [
     (lambda: Case("check", [*JOB, *PAPER], {"out/run.json": FOLDER}), 2, "cannot be read"),
     (lambda: Case("check", [*JOB, *PAPER], environ={"LINES": "9" * 5000, "COLUMNS": "²"}), 0, ""),
     (lambda: Case("reshard", ["saved", "loop.txt", *PAPER]), 2, "symbolic links"),
+    (lambda: Case("export", ["saved", "made", "--max_shard_size", "9" * 5000]), 2, "is no size above 0"),
     (lambda: Case("export", ["saved", "a/" * 3000]), 2, "File name too long"),
     (lambda: Case("export", ["saved", "new/made", "--allow_pickle", "no/such"]), 2, "there is no such thing"),
     (lambda: Case("prepare", ["text.txt", "--output", "made", "--workers", str(2**62)]), 2, "at most 1024"),
@@ -181,3 +182,26 @@ def test_what_was_found(desk: Desk, number: int) -> None:
     ending = judged(desk, make())
     assert not ending.faults, ending.faults
     assert ending.code == code and text in " ".join(ending.text.split()), ending.text
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be someone else for a moment")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *([*JOB, f"--{name}", "locked"] for name in ("data", "resume", "tokenizer", "deepspeed_config")),
+        *([*JOB, f"--{name}", "locked/x"] for name in ("config", "output_dir", "cache_dir", "data_blend")),
+        ["--model", "locked", *STEPS],
+    ],
+    ids=lambda arguments: " ".join(arguments[-2:]),
+)
+def test_what_may_not_be_read(desk: Desk, arguments: list[str]) -> None:
+    def as_nobody(given: Sequence[str]) -> int:
+        Path("locked").chmod(0o700)
+        os.seteuid(65534)
+        try:
+            return COMMANDS["check"](given)
+        finally:
+            os.seteuid(0)
+
+    ending = desk.judge(Case("check", arguments, {"locked/x": b"{}"}), as_nobody)
+    assert (ending.code, ending.faults) == (2, []), ending

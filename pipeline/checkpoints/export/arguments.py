@@ -70,7 +70,7 @@ def dtype_problems(dtype: str) -> list[Problem]:
 
 def bytes_of(size: str) -> int | None:
     """5GB -> 5,000,000,000, as transformers counts; None for what is no size."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?B)?", size.strip(), re.IGNORECASE)
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d+)?)\s*([KMGT]?B)?", size.strip(), re.IGNORECASE)
     if not match:
         return None
     return int(float(match[1]) * _UNITS.get((match[2] or "").upper(), 1))
