@@ -196,12 +196,14 @@ def test_what_was_found(desk: Desk, number: int) -> None:
 )
 def test_what_may_not_be_read(desk: Desk, arguments: list[str]) -> None:
     def as_nobody(given: Sequence[str]) -> int:
+        before = Path("locked").stat().st_mode
         Path("locked").chmod(0o700)
         os.seteuid(65534)
         try:
             return COMMANDS["check"](given)
         finally:
             os.seteuid(0)
+            Path("locked").chmod(before)
 
     ending = desk.judge(Case("check", arguments, {"locked/x": b"{}"}), as_nobody)
     assert (ending.code, ending.faults) == (2, []), ending
