@@ -52,6 +52,7 @@ def test_a_good_job_exits_with_0_and_imports_no_torch(tmp_path: Path) -> None:
     assert not names & HEAVY
 
 
+@pytest.mark.alone
 def test_is_quick(tmp_path: Path) -> None:
     """Under a second of processor time; wall-clock time on a busy machine says little."""
     job = ["--output_dir", str(tmp_path), "--model", "gpt3-175b", "--world_size", "2"]
