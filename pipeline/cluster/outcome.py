@@ -91,6 +91,12 @@ class Outcome:
     def exit_code(self) -> int:
         return _EXIT_CODES[self.status]
 
+    @property
+    def words(self) -> str:
+        """``failed after step 5``, ``job refused``."""
+        when = f"after step {self.step}" if self.step else "before the first step"
+        return "job refused" if self.status == "wrong_job" else f"{self.status} {when}"
+
 
 def write_outcome(output_dir: str | Path, outcome: Outcome, is_final: bool = False) -> None:
     """Say how the run ended; atomic, so that a reader sees all of it or nothing.
@@ -119,8 +125,7 @@ def record_outcome(output_dir: str | Path, outcome: Outcome) -> None:
     try:
         write_outcome(output_dir, outcome)
     except OSError as error:
-        ended = f"{outcome.status.replace('_', ' ')}, after step {outcome.step}"
-        warning = f"WARNING: {Path(output_dir) / OUTCOME_FILE} cannot be written ({error}): {ended}"
+        warning = f"WARNING: {Path(output_dir) / OUTCOME_FILE} cannot be written ({error}): {outcome.words}"
         print(warning, file=sys.stderr, flush=True)
 
 

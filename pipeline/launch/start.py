@@ -174,8 +174,7 @@ def conclude(outcome: Outcome | None, ended: LauncherExit, is_told_by_code: bool
         say(f"The job finished, then its launcher failed: {_describe(ended)}.")
     elif outcome.status != "finished":
         reason = f": {outcome.message}" if outcome.message else ""
-        status = outcome.status.replace("_", " ")
-        say(f"{status.capitalize()} after step {outcome.step} (rank {outcome.rank}){reason}")
+        say(f"{outcome.words.capitalize()} (rank {outcome.rank}){reason}")
     return outcome
 
 

@@ -40,7 +40,7 @@ def test_hosts_that_do_not_fit_end_the_start_before_a_rank_with_one_list(make_ho
         "error: h2: data = ",
         "error: twin: machine = 'h1': is the same machine as h1",
     ):
-        assert said.count(problem) == 1 + (problem in said.partition("Wrong job")[2]), said
+        assert said.count(problem) == 1 + (problem in said.partition("Job refused")[2]), said
     assert "importing torch" not in said and not (hosts.folder / "run").exists()
     homes = [hosts.path(name, "/run/home/runs").exists() for name in hosts.names]
     assert not any(homes)
