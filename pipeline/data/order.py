@@ -6,7 +6,7 @@ resumed on another machine years later. So the order is computed with integer ar
     up to 2^20 numbers    number i gets a 64-bit hash, and the hashes are sorted: a table, in milliseconds
     more                  a keyed bijection, computed for the requested places: no table, whatever the size
 
-Validation documents are whole documents. The training documents are all others, stored as the complement, so
+The training documents are all that are not held out, stored as the complement, so
 that a hundred million of them need no list on each rank.
 
 The one list that an epoch needs is where each document begins in its shuffled stream: eight bytes per
@@ -25,7 +25,6 @@ from typing import Protocol
 import numpy as np
 
 from pipeline.base.files import file_lock, remove_unfinished, replaced_atomically
-from pipeline.base.problems import job_error
 
 # Constants of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014).
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -142,23 +141,14 @@ class Complement:
         return numbers + missing
 
 
-def split_documents(
-    num_documents: int, eval_fraction: float, seed: int, name: str = "the data"
-) -> tuple[Complement, np.ndarray]:
+def split_documents(num_documents: int, eval_fraction: float, seed: int) -> tuple[Complement, np.ndarray]:
     """The training documents and, ascending, the validation documents.
 
     A document is never in both. Validation has `eval_fraction` of the documents, rounded, but at least one,
     and training at least one. The split does not depend on epoch or layout.
-
-    Raises:
-        JobError: fewer than two documents in the source `name`, which cannot be split.
     """
     if eval_fraction == 0:
         return Complement(num_documents, np.arange(0)), np.arange(0)
-    if num_documents < 2:
-        rule = f"validation takes whole documents, and {name} is a single document"
-        remedy = "Set it to 0, or give the data in several files"
-        raise job_error("eval_fraction", eval_fraction, rule, remedy)
     count = min(max(round(num_documents * eval_fraction), 1), num_documents - 1)
     held_out = np.sort(Order(num_documents, seed, "held out")(np.arange(count)))
     return Complement(num_documents, held_out), held_out

@@ -14,9 +14,10 @@ from pipeline.base.words import cut
 from pipeline.data.blend import Blend, BlendSource, BlendState, ResumedBlend, resume_blend
 from pipeline.data.corpus import Corpus, SourceSpec, find_corpus
 from pipeline.data.folder_search import left_out_text
-from pipeline.data.order import Complement, split_documents
+from pipeline.data.order import Complement
 from pipeline.data.packing import PackedDataset, Packing
 from pipeline.data.preparation import DEFAULT_WAIT, Rules, cached_tokens
+from pipeline.data.split import Split, SplitRule, split_source
 from pipeline.data.token_file import TokenFile, WatchedFile
 from pipeline.data.tokenizer import ByteTokenizer, Tokenizer, vocabulary_problems
 
@@ -59,12 +60,14 @@ class TrainingData:
         opened: The training sources, as found.
         order: The training samples, and where they are resumed.
         evaluation: In the order in which it is done.
+        split: How it was chosen among the training sources.
     """
 
     tokenizer: Tokenizer
     opened: tuple[OpenSource, ...]
     order: ResumedBlend
     evaluation: tuple[EvalData, ...]
+    split: SplitRule
 
     @property
     def train(self) -> Blend:
@@ -75,6 +78,15 @@ class TrainingData:
     def fingerprint(self) -> str:
         """Equal on all hosts that read the same tokens in the same order."""
         return self.train.fingerprint
+
+    def state(self, position: int) -> dict[str, Any]:
+        """What a checkpoint at `position` keeps.
+
+        Raises:
+            ValueError: `position` is before the one it resumed from.
+        """
+        split = self.split.to_json()
+        return self.order.state(position) | ({} if split is None else {"split": split})
 
     def summary(self) -> tuple[str, ...]:
         """Lines for the console: all sets, what is not used, and what changed since the checkpoint."""
@@ -107,7 +119,7 @@ class DataSettings:
     Attributes:
         sequence_length: Inputs per sample.
         seed: Chooses the validation documents and the sample order.
-        eval_fraction: Share of each source's documents for validation, 0 to below 1.
+        eval_fraction: Share of each source's tokens for validation, 0 to below 1.
         vocab_size: The model's, unpadded; must hold every id of the tokenizer.
         cache_folder: Where token files and long indexes are kept.
         document_mask: Return the document of each token.
@@ -115,6 +127,7 @@ class DataSettings:
         rules: Where the text of a record is, and what happens to a bad one.
         time_limit: Seconds to wait for the process that tokenizes.
         written: Folders that the run writes to, which are never its data.
+        eval_limit: Tokens of each source for validation at most; None: no limit.
     """
 
     sequence_length: int
@@ -127,6 +140,14 @@ class DataSettings:
     rules: Rules = field(default_factory=Rules)
     time_limit: float = DEFAULT_WAIT
     written: tuple[str, ...] = ()
+    eval_limit: int | None = None
+
+    def split_rule(self, saved: dict[str, Any] | None) -> SplitRule:
+        """How validation is chosen: as when the run began, where a checkpoint has `saved` its data."""
+        if saved is None or "split" in saved:
+            limit = self.eval_limit if saved is None else saved["split"]["limit"]
+            return SplitRule(self.eval_fraction, limit)
+        return SplitRule(self.eval_fraction, by_documents=True)
 
 
 def load_data(
@@ -138,13 +159,13 @@ def load_data(
     saved: dict[str, Any] | None = None,
     position: int = 0,
 ) -> TrainingData:
-    """Tokenize what is new, split it by documents, and pack it. Every rank calls it and gets the same.
+    """Tokenize what is new, split it, and pack it. Every rank calls it and gets the same.
 
     Args:
         sources: To train on; their weights add up to 1.
         validation: Named sets, evaluated whole.
         tokenizer: Of texts; None: bytes.
-        saved: What `ResumedBlend.state` gave the checkpoint that the run resumes from.
+        saved: What `TrainingData.state` gave the checkpoint that the run resumes from.
         position: Samples consumed by then.
 
     Raises:
@@ -163,37 +184,43 @@ def load_data(
     training, named = [opened(spec) for spec in sources], [opened(spec) for spec in validation]
     if problems := _leaks(training, named):
         raise JobError(problems)
-    train, evaluation = _packed(training, named, settings)
+    split = settings.split_rule(saved or None)
+    train, evaluation = _packed(training, named, settings, split, tokenizer)
     order = resume_blend(train, BlendState.from_json(saved) if saved else None, position)
-    return TrainingData(tokenizer, tuple(training), order, tuple(evaluation))
+    return TrainingData(tokenizer, tuple(training), order, tuple(evaluation), split)
 
 
 def _packed(
-    training: Sequence[OpenSource], named: Sequence[OpenSource], settings: DataSettings
+    training: Sequence[OpenSource],
+    named: Sequence[OpenSource],
+    settings: DataSettings,
+    rule: SplitRule,
+    tokenizer: Tokenizer,
 ) -> tuple[list[BlendSource], list[EvalData]]:
     """The training samples of each source; the validation documents of the sources, then the named sets.
 
     Raises:
-        JobError: there is not one sample, or not two documents to split.
+        JobError: there is not one sample.
     """
     sources, evaluation = [], []
     for each in training:
         file, name = each.token_file, each.spec.name
-        train, held_out = split_documents(file.num_documents, settings.eval_fraction, settings.seed, name)
+        split = split_source(file, rule, settings.seed, tokenizer)
         paths = [path for part in file.parts if (path := getattr(part, "filename", None)) is not None]
-        dataset, watched = (
-            _dataset(each, train, settings),
-            tuple(WatchedFile.of(Path(path)) for path in paths),
-        )
+        dataset = _dataset(each, split, settings, rule)
+        watched = tuple(WatchedFile.of(Path(path)) for path in paths)
         sources.append(BlendSource(name, each.spec.weight, dataset, file.fingerprint, watched))
-        if len(held_out):
+        if len(split.held_out):
             shown = name if len(training) > 1 else None
-            held = _dataset(each, held_out, settings, keep_tail=True)
+            held = _dataset(each, split, settings, rule, evaluated=True)
             share = held.num_tokens / max(held.num_tokens + dataset.num_tokens, 1)
-            evaluation.append(EvalData(shown, held, tuple(_far_share(share, settings.eval_fraction))))
+            far = _far_share(share, rule.fraction) if rule.by_documents else []
+            evaluation.append(EvalData(shown, held, (*split.said, *far)))
     for each in named:
-        everything = Complement(each.token_file.num_documents, np.arange(0))
-        dataset = _dataset(each, everything, settings, keep_tail=True)
+        count = each.token_file.num_documents
+        everything = Complement(count, np.arange(0))
+        whole = Split(each.token_file.offsets, everything, everything)
+        dataset = _dataset(each, whole, settings, rule, evaluated=True)
         evaluation.append(EvalData(each.spec.name, dataset, tuple(_aside(each))))
     return sources, evaluation
 
@@ -203,31 +230,32 @@ def _far_share(share: float, asked: float) -> list[str]:
     if asked / 2 <= share <= asked * 2:
         return []
     return [
-        f"WARNING: that is {share:.1%} of the tokens, where --eval_fraction asks for {asked:.1%}: "
-        "documents are held out whole, and differ in length; give more and shorter ones, or --validation"
+        f"WARNING: that is {share:.1%} of the tokens, where --eval_fraction asks for {asked:.1%}: this run "
+        "began when documents were held out whole; one in another --output_dir holds out tokens"
     ]
 
 
 def _dataset(
-    opened: OpenSource, documents: Complement | np.ndarray, settings: DataSettings, keep_tail: bool = False
+    opened: OpenSource, split: Split, settings: DataSettings, rule: SplitRule, evaluated: bool = False
 ) -> PackedDataset:
-    file = opened.token_file
-    side = f"{settings.eval_fraction}-{'tail' if keep_tail else 'train'}-{len(documents)}"
+    """One side of the split; an evaluated one keeps its tail."""
+    file, documents = opened.token_file, split.held_out if evaluated else split.train
+    side = f"{rule.name}-{'tail' if evaluated else 'train'}-{len(documents)}"
     stem = settings.cache_folder / f"order-{file.fingerprint}-{settings.seed}-{side}"
     packing = Packing(
         settings.sequence_length,
         settings.seed,
-        keep_tail,
+        evaluated,
         find_documents=settings.document_mask,
         mask_document_end=settings.mask_document_end,
         vocab_size=settings.vocab_size,
     )
     try:
-        return PackedDataset(file.tokens, file.offsets, documents, packing, index_stem=stem)
+        return PackedDataset(file.tokens, split.offsets, documents, packing, index_stem=stem)
     except ValueError as error:
-        rule = f"{len(documents)} {'evaluation' if keep_tail else 'training'} documents: {error}"
+        rule_text = f"{len(documents)} {'evaluation' if evaluated else 'training'} documents: {error}"
         remedy = "Give more text, or a smaller --seq_length"
-        raise job_error("data", opened.spec.name, rule, remedy) from error
+        raise job_error("data", opened.spec.name, rule_text, remedy) from error
 
 
 def _leaks(training: Sequence[OpenSource], named: Sequence[OpenSource]) -> list[Problem]:

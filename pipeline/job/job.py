@@ -102,7 +102,8 @@ class DataSpec:
         model_has_tokenizer: It is the one in the model's folder, because nothing else was named.
         text_field, on_bad_record, on_lost_characters, document_separator, document_mask, mask_document_end:
             As the options say.
-        held_out_fraction: Share of each source's documents that is held out, 0 to below 1.
+        held_out_fraction: Share of each source's tokens that is held out, 0 to below 1.
+        held_out_limit: Tokens of each source that are held out at most; None: no limit.
         eval_samples: Per evaluation, of each set; 0 = none.
         cache_folder: Where copies of remote objects are kept, on a disk of each host.
         cache_bytes: What they may take there.
@@ -119,6 +120,7 @@ class DataSpec:
     document_mask: bool
     mask_document_end: bool
     held_out_fraction: float
+    held_out_limit: int | None
     eval_samples: int
     cache_folder: str
     cache_bytes: int

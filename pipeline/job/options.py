@@ -102,8 +102,8 @@ class Options:
     eval_samples: Amount = 64
     """Held-out samples per evaluation (at most as many as there are); 0 turns evaluation off."""
     eval_fraction: Share | None = None
-    """Share of each source's documents that is kept for validation, 0 to below 1. None: 0.05, or 0 beside
-    --validation."""
+    """Share of each source's tokens that is kept for validation, 0 to below 1. None: 0.05, at most 10 million
+    tokens of each, or 0 beside --validation."""
     save_interval: Amount | None = None
     """Steps between checkpoints; the last step always saves. None or 0: only the last."""
     async_save: bool = False
@@ -156,7 +156,7 @@ class Options:
 
     @property
     def held_out_fraction(self) -> float:
-        """The share of the documents that is kept for validation; none without evaluation."""
+        """The share of the tokens that is kept for validation; none without evaluation."""
         if not self.eval_samples:
             return 0.0
         if self.eval_fraction is not None:

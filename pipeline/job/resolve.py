@@ -12,6 +12,7 @@ from pipeline.base.json_reader import read_json, with_values
 from pipeline.base.problems import JobError, Problem, job_error
 from pipeline.base.user_input import exists, parse_duration, unwritable
 from pipeline.data.corpus import SourceSpec
+from pipeline.data.split import USUAL_LIMIT
 from pipeline.job.batch import MICRO, STEPS, TRAIN, BatchRequest, resolve_batch
 from pipeline.job.data_sources import training_sources, validation_sets
 from pipeline.job.deepspeed_dict import deepspeed_dict, reduce_bucket, resolved_monitors, training_of
@@ -384,6 +385,7 @@ def _data(facts: Facts, draft: Draft, output_dir: str) -> DataSpec:
         document_mask=options.document_mask,
         mask_document_end=options.mask_document_end,
         held_out_fraction=options.held_out_fraction,
+        held_out_limit=USUAL_LIMIT if options.eval_fraction is None else None,
         eval_samples=options.eval_samples,
         cache_folder=options.cache_dir or str(Path(output_dir) / "data" / "remote"),
         cache_bytes=int(options.cache_size * 1e9),

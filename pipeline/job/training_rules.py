@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,7 +10,6 @@ from pathlib import Path
 from pipeline.base.fields import AUTO, Undecided
 from pipeline.base.problems import Problem
 from pipeline.base.user_input import exists, is_file, is_folder
-from pipeline.data.inputs import kind_of, token_prefix
 from pipeline.job.data_sources import path_problems
 from pipeline.job.facts import Facts
 from pipeline.job.model_source import output_folder
@@ -128,28 +127,13 @@ def one_length(f: Facts) -> Iterable[Problem]:
 def evaluation(f: Facts) -> Iterable[Problem]:
     fraction = f.options.held_out_fraction
     if f.options.eval_samples > 0 and fraction == 0 and not f.options.validation:
-        rule = "no document is kept for validation, so there is nothing to evaluate"
+        rule = "nothing is kept for validation, so there is nothing to evaluate"
         yield Problem("eval_fraction", 0, rule, "Raise it, give --validation, or --eval_samples 0")
     elif f.options.eval_samples == 0 and f.options.validation:
         rule = "does nothing with eval_samples 0"
         yield Problem(
             "validation", " ".join(f.options.validation), rule, "Raise --eval_samples, or leave it out"
         )
-    elif fraction > 0 and (
-        single := [each.name for each in f.sources.get("data", ()) if _one_text(each.paths)]
-    ):
-        rule = f"documents are kept for validation whole, and {', '.join(single)} is a single document"
-        yield Problem("eval_samples", f.options.eval_samples, rule, "Give 0, or the data in several files")
-
-
-def _one_text(paths: Sequence[str]) -> bool:
-    """Whether the data is one file that is one document."""
-    return (
-        len(paths) == 1
-        and is_file(paths[0])
-        and kind_of(paths[0]) in (None, "text")
-        and not token_prefix(paths[0])
-    )
 
 
 def retention(f: Facts) -> Iterable[Problem]:

@@ -130,6 +130,7 @@ def _data_settings(job: Job) -> DataSettings:
         sequence_length=job.batch.sequence_length,
         seed=job.seed,
         eval_fraction=spec.held_out_fraction,
+        eval_limit=spec.held_out_limit,
         vocab_size=job.model.vocab_size,
         cache_folder=Path(job.output_dir) / "data",
         document_mask=spec.document_mask,

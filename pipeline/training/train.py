@@ -183,7 +183,7 @@ def _saves(engine: TrainEngine, prepared: Prepared, sinks: Sinks, copies: CopyCh
         ),
         saved=prepared.state if prepared.selection.checkpoint else None,
         on_failure="stop" if rules.stop_on_failure else "continue",
-        with_progress=lambda state: replace(state, data=data.order.state(state.consumed_samples)),
+        with_progress=lambda state: replace(state, data=data.state(state.consumed_samples)),
         compare_copies=copies.before_save,
         record_seconds=prepared.stopping.record_save,
         record_saved=prepared.link.saved,

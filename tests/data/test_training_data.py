@@ -1,4 +1,5 @@
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,8 @@ import pytest
 
 from pipeline.base.problems import JobError
 from pipeline.data.order import split_documents
+from pipeline.data.split import SplitRule, split_source
+from pipeline.data.tokenizer import ByteTokenizer
 from pipeline.data.training_data import DataSettings, TrainingData, load_data
 from pipeline.job.data_sources import one_source
 from pipeline.training.summary import repetition_lines
@@ -29,11 +32,6 @@ def test_split_is_a_partition_with_a_document_on_each_side(
 def test_split_depends_on_the_seed_alone() -> None:
     first, again, other = (split_documents(1000, 0.1, seed)[1].tolist() for seed in (1, 1, 2))
     assert first == again != other
-
-
-def test_a_single_document_cannot_be_split() -> None:
-    with pytest.raises(JobError, match=r"eval_fraction = 0\.1.*single document.*Set it to 0"):
-        split_documents(1, 0.1, seed=1)
 
 
 def load(
@@ -110,14 +108,54 @@ def test_a_run_says_how_often_it_repeats_each_source(texts: Path, steps: int, sa
     assert repetition_lines(job, data) == [f"this run goes {said.format(texts)}"]
 
 
-def test_a_held_out_share_far_from_what_was_asked_is_said(tmp_path: Path) -> None:
-    assert not any(
-        "WARNING" in line for line in load(_two_texts(tmp_path / "even", 500, 500), fraction=0.5).summary()
-    )
-    said = "\n".join(load(_two_texts(tmp_path / "far", 5000, 200), fraction=0.05).summary())
-    assert re.search(
-        r"WARNING: that is (96|3\.9|4)\S*% of the tokens, where --eval_fraction asks for 5.0%", said
-    )
+def test_one_text_is_split_where_a_line_begins(tmp_path: Path) -> None:
+    lines = "".join(f"{number:02d} {'-' * (number % 17)}\n" for number in range(100))
+    (tmp_path / "input.txt").write_text(lines)
+    data = load(tmp_path, fraction=0.05)
+    (held,) = data.evaluation
+    assert 0.025 * len(lines) < held.dataset.num_tokens < 0.075 * len(lines)
+    assert held.dataset.num_tokens + data.train.num_tokens == len(lines) + 1
+    assert any(line.startswith("one document is split where a line begins") for line in held.aside)
+    train = bytes(data.train.sources[0].dataset._tokens[: data.train.num_tokens].astype(np.uint8))
+    assert train.endswith(b"\n")
+    assert lines.startswith(train.decode())
+    assert held.dataset._offsets[held.dataset._documents].tolist() == [len(train)]
+
+
+@pytest.mark.parametrize("fraction", [0.05, 0.5, 0.95])
+def test_the_held_out_share_is_of_tokens_whatever_the_documents_lengths(
+    tmp_path: Path, fraction: float
+) -> None:
+    for seed in range(6):
+        file = SimpleNamespace(
+            offsets=np.cumsum([0, 5000, 200, 3, 900]), num_documents=4, tokens=np.zeros(6103, np.uint16)
+        )
+        split = split_source(file, SplitRule(fraction), seed, ByteTokenizer())  # type: ignore[arg-type]
+        sets = [each[np.arange(len(each))] for each in (split.train, split.held_out)]
+        assert sorted(np.concatenate(sets)) == [*range(len(split.offsets) - 1)]
+        held = int((split.offsets[sets[1] + 1] - split.offsets[sets[1]]).sum())
+        assert fraction * 0.99 <= held / 6103 <= min(fraction * 1.5, 0.9999)
+
+
+def test_the_held_out_tokens_are_capped_and_a_checkpoint_keeps_the_cap(texts: Path) -> None:
+    settings = DataSettings(16, 1, 0.25, 257, cache_folder=texts / "cache", eval_limit=40)
+    source = one_source([str(texts)])
+    before = load_data(source, settings)
+    assert 40 <= before.evaluation[0].dataset.num_tokens <= 60
+    assert before.evaluation[0].aside[-1].startswith("capped: 25.0% would be 102 tokens")
+    uncapped = load_data(source, replace(settings, eval_limit=None), saved=before.state(3), position=3)
+    assert uncapped.train.num_tokens == before.train.num_tokens
+
+
+def test_a_run_of_before_keeps_its_whole_documents(tmp_path: Path) -> None:
+    """Its checkpoints say nothing of a split: the share was of documents, each of them whole."""
+    folder = _two_texts(tmp_path / "far", 5000, 200)
+    settings = DataSettings(16, 1, 0.05, 257, cache_folder=folder / "cache")
+    saved = load_data(one_source([str(folder)]), settings).order.state(3)
+    data = load_data(one_source([str(folder)]), settings, saved=saved, position=3)
+    assert {data.train.num_tokens, data.evaluation[0].dataset.num_tokens} == {5001, 201}
+    assert "split" not in data.state(5)
+    assert re.search(r"WARNING: that is (96|3\.9)\S*% of the tokens", "\n".join(data.summary()))
 
 
 def _two_texts(folder: Path, first: int, second: int) -> Path:
