@@ -2,7 +2,7 @@
 
     --model FOLDER              the weights in the folder; drawn at random where it has none, which is said
     --model FOLDER/config.json  drawn at random: the file describes a model, and nothing else is looked at
-    --model PRESET              drawn at random
+    --model PRESET              drawn at random, also by a usual name such as gpt2, where that is said
 
 A run that resumes has its checkpoint's weights, whatever became of the folder.
 """
@@ -20,7 +20,7 @@ from pipeline.base.words import few
 from pipeline.hugging_face.families import family_of
 from pipeline.hugging_face.safetensors_files import INDEX, SIZES, WEIGHTS, Stored, stored_tensors
 from pipeline.hugging_face.tensor_map import OUTPUT, TIED, tensor_map
-from pipeline.job.models import PRESETS
+from pipeline.job.models import PRESETS, preset_of
 from pipeline.model.config import ModelConfig
 
 # What transformers once saved beside weights: masks and frequencies, which follow from config.json.
@@ -37,7 +37,7 @@ class InitialWeights(NamedTuple):
 
     Attributes:
         folder: A Hugging Face folder; None where they are drawn at random.
-        reason: Of the choice, in words; empty where ``--model`` is no path.
+        reason: Of the choice, in words; empty where ``--model`` is neither a path nor a preset's usual name.
     """
 
     folder: Path | None
@@ -47,7 +47,9 @@ class InitialWeights(NamedTuple):
 def initial_weights(model_option: str) -> InitialWeights:
     """Where the weights of step 0 come from, by what ``--model`` says."""
     folder, beside = model_folder(model_option), Path(model_option).parent
-    if model_option in PRESETS or not exists(model_option):
+    if (preset := preset_of(model_option)) and preset != model_option:
+        return InitialWeights(None, f"{model_option} is the preset {preset}; a folder brings trained weights")
+    if preset or not exists(model_option):
         return InitialWeights(None, "")
     if folder is None:
         more = f"; --model {beside} loads the weights beside it" if _has_weights(beside) else ""
@@ -60,6 +62,13 @@ def initial_weights(model_option: str) -> InitialWeights:
 def model_folder(model_option: str) -> Path | None:
     """The folder that ``--model`` names; None for a preset or a file."""
     return Path(model_option) if model_option not in PRESETS and is_folder(model_option) else None
+
+
+def no_weights(folder: str) -> Problem:
+    """The warning that a folder is trained from random weights."""
+    rule = f"the folder has no {WEIGHTS}: training begins with RANDOM weights, not with trained ones"
+    remedy = f"Put the model's weights there, or give {Path(folder) / 'config.json'} if random ones are meant"
+    return Problem("model", folder, rule, remedy, "warning")
 
 
 def _has_weights(folder: Path) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 
 from pipeline.base.json_reader import read_json
 from pipeline.base.problems import JobError, Problem, job_error
-from pipeline.base.user_input import is_file, is_folder
+from pipeline.base.user_input import exists, is_file, is_folder
 from pipeline.base.words import did_you_mean
 from pipeline.hugging_face.config import KINDS, model_from_hugging_face
 from pipeline.model.config import ModelConfig, model_from_json
@@ -256,6 +256,33 @@ PRESETS: dict[str, Preset] = {
 }
 
 
+# Names by which others know them. Models with the same name that differ (Llama 3.1's positions) are not here.
+USUAL_NAMES: dict[str, str] = {
+    usual: preset
+    for preset, names in {
+        "gpt2-124m": ("gpt2", "gpt-2", "gpt2-small", "openai-community/gpt2"),
+        "gpt2-medium": ("gpt2-355m", "gpt2-345m", "openai-community/gpt2-medium"),
+        "gpt2-large": ("gpt2-774m", "openai-community/gpt2-large"),
+        "gpt2-xl": ("gpt2-1.5b", "gpt2-1558m", "openai-community/gpt2-xl"),
+        "gpt3-175b": ("gpt3", "gpt-3"),
+        "llama3-8b": ("llama-3-8b", "meta-llama-3-8b", "meta-llama/meta-llama-3-8b"),
+        "llama3-70b": ("llama-3-70b", "meta-llama-3-70b", "meta-llama/meta-llama-3-70b"),
+        "qwen2-7b": ("qwen-2-7b", "qwen/qwen2-7b"),
+    }.items()
+    for usual in names
+}
+
+
+def preset_of(name: str) -> str | None:
+    """The preset called `name`, by its own name or a usual one in any case; None where there is none, or a
+    file or folder has the usual name."""
+    if name in PRESETS:
+        return name
+    lower = name.lower()
+    usual = lower if lower in PRESETS else USUAL_NAMES.get(lower)
+    return None if usual is None or exists(name) else usual
+
+
 def training_defaults(model: ModelConfig) -> TrainingDefaults | None:
     """The usual settings of a preset; None for a model that was read from a file."""
     preset = PRESETS.get(model.name)
@@ -270,8 +297,9 @@ def load_model(name: str, device: str) -> ModelConfig:
     """The model called `name`.
 
     Args:
-        name: A preset; ``auto`` (``tiny`` on CPU, else ``gpt2-124m``); a JSON file, either a Hugging Face
-            config.json or the fields of `ModelConfig`; or a folder that holds a config.json.
+        name: A preset, by its own name or a usual one; ``auto`` (``tiny`` on CPU, else
+            ``gpt2-124m``); a JSON file, either a Hugging Face config.json or the fields of
+            `ModelConfig`; or a folder that holds a config.json.
         device: ``cpu`` or ``cuda``.
 
     Raises:
@@ -280,8 +308,8 @@ def load_model(name: str, device: str) -> ModelConfig:
     """
     if name == AUTO:
         name = "tiny" if device == "cpu" else "gpt2-124m"
-    if name in PRESETS:
-        return PRESETS[name].model
+    if preset := preset_of(name):
+        return PRESETS[preset].model
     path = Path(name)
     if is_folder(path):
         path = path / CONFIG_FILE
@@ -295,7 +323,12 @@ def _unknown(name: str, path: Path) -> Problem:
         return Problem("model", name, f"the folder has no {CONFIG_FILE}", "Give a model's folder or file")
     if path.suffix == ".json" or len(path.parts) > 1:
         return Problem("model", name, "there is no such file or folder", "Correct the path")
-    return Problem("model", name, "no preset, file or folder has this name", did_you_mean(name, PRESETS))
+    return Problem(
+        "model",
+        name,
+        "no preset, file or folder has this name",
+        did_you_mean(name, PRESETS),
+    )
 
 
 def _read(path: Path) -> dict[str, Any]:

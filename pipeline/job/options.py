@@ -54,8 +54,9 @@ class Options:
     strict: bool = False
     """Refuse what is otherwise noted: keys of the JSON that change nothing in this job."""
     model: PathName = "auto"
-    """Preset name, or a Hugging Face folder, whose weights and tokenizer are used where it has some, or a
-    config.json, for random weights. auto: tiny on CPU, gpt2-124m on GPU."""
+    """Preset, or a usual name of one (gpt2, llama-3-8b), or a config.json, for random weights; or a Hugging
+    Face folder, whose weights and tokenizer are used where it has some. auto: tiny on CPU, gpt2-124m on
+    GPU."""
     data: tuple[PathName, ...] = ()
     """What to train on: text files, .jsonl, .ndjson and .json with an object on each line (also with .gz or
     .zst), .parquet, folders of them, saved datasets folders, the PREFIX of Megatron token files, hub:NAME;
@@ -98,7 +99,7 @@ class Options:
     """Dropout rate (embedding, residual branches, attention), 0 to below 1. None: the model's."""
     eval_interval: Amount | None = None
     """Steps between validation losses; the last step always has one. 0: only the last. None: a tenth of the
-    run."""
+    run, at least 25."""
     eval_samples: Amount = 64
     """Held-out samples per evaluation (at most as many as there are); 0 turns evaluation off."""
     eval_fraction: Share | None = None

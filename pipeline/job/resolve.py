@@ -17,7 +17,7 @@ from pipeline.job.batch import MICRO, STEPS, TRAIN, BatchRequest, resolve_batch
 from pipeline.job.data_sources import training_sources, validation_sets
 from pipeline.job.deepspeed_dict import deepspeed_dict, reduce_bucket, resolved_monitors, training_of
 from pipeline.job.facts import Facts, Settings, known
-from pipeline.job.initial_weights import InitialWeights, initial_weights
+from pipeline.job.initial_weights import InitialWeights, initial_weights, model_folder, no_weights
 from pipeline.job.job import (
     Batch,
     DataSpec,
@@ -297,6 +297,8 @@ def _weights(facts: Facts, draft: Draft) -> None:
         draft.note("weights", str(weights.folder or "random"), weights.reason)
         if problems := weights_problems(options, facts.model, weights.folder, choice):
             raise JobError(problems)
+        if weights.folder is None and model_folder(options.model) is not None:
+            raise JobError([no_weights(options.model)])
 
 
 def _check_folder(facts: Facts, draft: Draft) -> None:
@@ -429,4 +431,4 @@ def _clipping(facts: Facts, draft: Draft) -> float:
 def _eval_interval(options: Options, steps: int, draft: Draft) -> int:
     if options.eval_interval is not None:
         return options.eval_interval
-    return draft.note("eval_interval", max(1, steps // 10), "a tenth of the run")
+    return draft.note("eval_interval", max(25, steps // 10), "a tenth of the run, at least 25")

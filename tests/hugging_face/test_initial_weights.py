@@ -67,6 +67,28 @@ def test_what_model_names(folder: Path, tmp_path: Path):
     assert initial_weights("tiny") == initial_weights("auto") == (None, "")
 
 
+@pytest.mark.parametrize(
+    ("usual", "preset"),
+    [
+        ("gpt2", "gpt2-124m"),
+        ("GPT2-medium", "gpt2-medium"),
+        ("openai-community/gpt2-large", "gpt2-large"),
+        ("meta-llama/Meta-Llama-3-8B", "llama3-8b"),
+        ("llama-3-8b", "llama3-8b"),
+    ],
+)
+def test_a_usual_name_leads_to_the_preset_unless_a_folder_has_it(
+    usual: str, preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert load_model(usual, "cpu").name == preset
+    assert initial_weights(usual).folder is None
+    assert f"{usual} is the preset {preset}" in initial_weights(usual).reason
+    Path(usual).mkdir(parents=True)
+    with pytest.raises(JobError, match=r"the folder has no config\.json"):
+        load_model(usual, "cpu")
+
+
 def notes(draft: Draft) -> dict[str, str]:
     return {note.key: str(note) for note in draft.resolved}
 
@@ -76,8 +98,10 @@ def test_the_check_says_where_weights_come_from(folder: Path, tmp_path: Path):
     assert notes(examine(options(tmp_path, folder), WORLD))["weights"] == (
         f"weights = {folder} (the folder has weights)"
     )
-    random = notes(examine(options(tmp_path, bare), WORLD))["weights"]
-    assert random == f"weights = random (no weights in {bare})"
+    draft = examine(options(tmp_path, bare), WORLD)
+    assert notes(draft)["weights"] == f"weights = random (no weights in {bare})"
+    (warning,) = [problem for problem in draft.problems if problem.severity == "warning"]
+    assert draft.job is not None and "begins with RANDOM weights" in warning.rule
     assert "weights" not in notes(examine(options(tmp_path, "tiny"), WORLD))
 
 
