@@ -93,10 +93,10 @@ class TrainingData:
         lines = []
         for opened, source in zip(self.opened, self._in_order(), strict=True):
             share = f", weight {float(source.weight):.4g}" if len(self.opened) > 1 else ""
-            lines.append(f"data: {cut(opened.spec.name)}{share}")
+            lines.append(f"dataset: {cut(opened.spec.name)}{share}")
             lines.append(
                 f"training: {_size(source.dataset)}, {source.dataset.samples_per_epoch:,} samples per epoch, "
-                f"{source.dataset.dropped_tokens:,} tokens of the tail dropped"
+                f"{source.dataset.dropped_tokens:,} tokens of an incomplete last sample left out"
             )
             lines += _aside(opened)
         for held_out in self.evaluation:

@@ -41,7 +41,7 @@ def _sliced(f: Facts) -> dict[str, int]:
     return {
         "attention heads": f.model.num_heads,
         "kv heads": f.model.num_kv_heads,
-        "feed-forward width": f.model.ffn_hidden_size,
+        "feed-forward size": f.model.ffn_hidden_size,
         "padded vocabulary": f.model.padded_vocab_size,
     }
 

@@ -114,7 +114,9 @@ def _sections(draft: Draft) -> Iterator[RenderableType]:
     if draft.resume:
         yield Group(Text("Resume", "bold"), *(Text(line) for line in draft.resume))
     if draft.resolved:
-        yield _pairs("Left open", [(note.key, f"{note.value} ({note.reason})") for note in draft.resolved])
+        yield _pairs(
+            "Chosen automatically", [(note.key, f"{note.value} ({note.reason})") for note in draft.resolved]
+        )
 
 
 def world_line(world: World) -> str:
@@ -182,7 +184,7 @@ def model_line(model: ModelConfig) -> str:
     if model.num_kv_heads != model.num_heads:
         heads += f", {model.num_kv_heads} kv heads"
     return (
-        f"{count:,} parameters{padding if padded != count else ''}; {model.num_layers} layers, width "
+        f"{count:,} parameters{padding if padded != count else ''}; {model.num_layers} layers, hidden size "
         f"{model.hidden_size}, {heads}, feed-forward {model.ffn_hidden_size}, {model.position} positions"
         f"{f', rescaled ({model.rope_scaling.rope_type})' if model.rope_scaling else ''}"
     )
@@ -284,10 +286,8 @@ def _optimizer_line(optimizer: OptimizerConfig) -> str:
 def _job_rows(job: Job) -> Iterator[tuple[str, str]]:
     clip = f"{job.gradient_clipping:g}" if job.gradient_clipping else "off"
     schedule = f", schedule {job.pipeline_schedule}" if job.mesh.pipeline > 1 else ""
-    yield (
-        "ZeRO",
-        f"stage {job.zero_stage}{schedule}, clipping {clip}, recompute {job.activation_checkpointing}",
-    )
+    yield "ZeRO", f"stage {job.zero_stage}{schedule}, clipping {clip}"
+    yield "activations", f"checkpointing: {job.activation_checkpointing}"
     yield "output", job.output_dir
 
 

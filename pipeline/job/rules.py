@@ -57,7 +57,7 @@ RULES: tuple[Rule, ...] = (
          "every rank has one place in the grid", layout.world),
     Rule("tensor in host", "A tensor group stays inside a host (warning)",
          "tensor peers exchange activations in every layer", layout.tensor_in_host),
-    Rule("tensor divides", "The tensor size divides heads, kv heads, feed-forward width and vocabulary",
+    Rule("tensor divides", "The tensor size divides heads, kv heads, feed-forward size and vocabulary",
          "each rank holds equal slices", layout.tensor_divides),
     Rule("sequence divides", "The sequence size divides the sequence length",
          "each rank holds an equal slice of each sequence", layout.sequence_divides),

@@ -25,7 +25,7 @@ def repetition_lines(job: Job, data: TrainingData) -> list[str]:
     for source in data.train.sources:
         passes = samples * float(source.weight) / source.dataset.samples_per_epoch
         if source.weight:
-            advice = " and will memorise it: give it more" if passes > MANY_PASSES else ""
+            advice = " and will overfit: give it more" if passes > MANY_PASSES else ""
             lines.append(f"this run goes {passes:,.1f} times over {cut(source.name)}{advice}")
     return lines
 
@@ -35,16 +35,18 @@ def _parallelism(job: Job) -> list[str]:
     mesh, lines = job.mesh, []
     if mesh.pipeline > 1:
         lines.append(
-            f"pipeline: {mesh.pipeline} stages, schedule {job.pipeline_schedule}, "
+            f"pipeline parallel: {mesh.pipeline} stages, schedule {job.pipeline_schedule}, "
             f"layer boundaries {list(job.stages)}"
         )
     if mesh.tensor > 1:
-        lines.append(f"tensor: every weight matrix sliced over {mesh.tensor} ranks")
+        lines.append(f"tensor parallel: every weight matrix sliced over {mesh.tensor} ranks")
     if mesh.sequence > 1:
         length = job.batch.sequence_length // mesh.sequence
-        lines.append(f"sequence: {length} tokens of each sample on each of {mesh.sequence} ranks (Ulysses)")
+        lines.append(
+            f"sequence parallel: {length} tokens of each sample on each of {mesh.sequence} ranks (Ulysses)"
+        )
     lines.append(
-        f"data: {counted(mesh.data, 'replica')}, ZeRO {job.zero_stage} over "
+        f"data parallel: {counted(mesh.data, 'replica')}, ZeRO {job.zero_stage} over "
         f"{counted(mesh.replicas, 'rank')}, {job.precision.compute}, "
         f"gradients summed in {job.precision.accumulation}"
     )

@@ -69,9 +69,9 @@ def test_samples_come_from_the_sources_by_weight(two: list[SourceSpec], tmp_path
     for end in range(1, 401):
         assert abs(found[:end].count("a") - 0.75 * end) < 1
     said = "\n".join(data.summary())
-    assert "data: a, weight 0.75" in said
-    assert "data: b, weight 0.25" in said
-    assert said.count("tokens of the tail dropped") == 2
+    assert "dataset: a, weight 0.75" in said
+    assert "dataset: b, weight 0.25" in said
+    assert said.count("tokens of an incomplete last sample left out") == 2
 
 
 def test_each_source_holds_documents_out_and_is_evaluated_by_name(

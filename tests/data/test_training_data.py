@@ -76,7 +76,10 @@ def test_summary_names_sizes_the_tail_and_what_is_left_aside(texts: Path) -> Non
     data = load(texts)
     said = "\n".join(data.summary())
     assert f"{data.train.num_tokens:,} tokens" in said
-    assert f"{data.train.sources[0].dataset.dropped_tokens:,} tokens of the tail dropped" in said
+    assert (
+        f"{data.train.sources[0].dataset.dropped_tokens:,} tokens of an incomplete last sample left out"
+        in said
+    )
     assert "skipped 2 documents" in said
     assert "bad.txt (not UTF-8 at byte 0)" in said
     assert "none.txt (empty)" in said
@@ -98,7 +101,7 @@ def test_a_resume_says_that_a_folder_gives_more_than_before(texts: Path) -> None
 
 @pytest.mark.parametrize(
     ("steps", "said"),
-    [(10, "0.5 times over {}"), (81, "4.0 times over {} and will memorise it: give it more")],
+    [(10, "0.5 times over {}"), (81, "4.0 times over {} and will overfit: give it more")],
 )
 def test_a_run_says_how_often_it_repeats_each_source(texts: Path, steps: int, said: str) -> None:
     data = load(texts, fraction=0)

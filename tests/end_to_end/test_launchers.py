@@ -60,7 +60,7 @@ def check_training(
     arguments = workshop.arguments(run, workshop.config())
     done = hosts.run(host, [*command, *arguments], JOB_SECONDS, env={**AS_ROOT, **env}, cwd=PROJECT)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}\n{workshop.logs(run)}"
-    assert "data: 2 replicas" in done.stdout
+    assert "data parallel: 2 replicas" in done.stdout
     assert [step["loss"] for step in workshop.steps(run)] == pytest.approx(losses, rel=TOLERANCE)
     assert workshop.outcome(run)["status"] == "finished"
     assert [process for name in hosts.all_names for process in hosts.inside(name, SCRIPT)] == []
