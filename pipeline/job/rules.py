@@ -135,7 +135,7 @@ RULES: tuple[Rule, ...] = (
          "the schedule depends on it", _derived("run length")),
     Rule("one run length", "train_steps and train_tokens exclude each other",
          "a length is said once", training.one_length),
-    Rule("evaluation", "Evaluation needs validation sets, or documents set apart from those to train on",
+    Rule("evaluation", "Evaluation needs validation sets, or a held-out share of the data",
          "training data is no test", training.evaluation),
     Rule("retention", "keep_every needs keep_last",
          "it says what is kept beside the newest checkpoints", training.retention),
