@@ -152,3 +152,14 @@ def test_the_default_json_is_found_from_anywhere(tmp_path: Path, monkeypatch: py
     (tmp_path / "ds_configs").mkdir()
     (tmp_path / "ds_configs" / "zero1.json").write_text("{}", encoding="utf-8")
     assert config_path("ds_configs/zero1.json") == Path("ds_configs/zero1.json")
+
+
+@pytest.mark.parametrize(
+    ("given", "steps", "interval"),
+    [(None, 30, 25), (None, 250, 25), (None, 1500, 150), (7, 30, 7), (0, 30, 0)],
+)
+def test_a_short_run_is_evaluated_seldom(
+    given: int | None, steps: int, interval: int, tmp_path: Path
+) -> None:
+    job = draft(tmp_path, {}, eval_interval=given, train_steps=steps).job
+    assert job.eval_interval == interval
