@@ -14,8 +14,10 @@ from types import SimpleNamespace
 import pytest
 
 from pipeline.check import main
+from pipeline.job.models import PRESETS
 
 PROJECT = Path(__file__).resolve().parents[1]
+RECIPES = PROJECT / "ds_configs"
 CLUSTER = "".join(f"node{index} slots=8\n" for index in range(1, 5))
 # What takes seconds to import, or drags it in.
 HEAVY = {"torch", "deepspeed", "transformers", "datasets", "pandas", "scipy"}
@@ -155,6 +157,20 @@ def test_help_shows_both_halves(capsys: pytest.CaptureFixture[str]) -> None:
     assert stop.value.code == 0
     shown = capsys.readouterr().out
     assert "--hostfile" in shown and "--deepspeed_config" in shown and "--world_size" in shown
+
+
+@pytest.mark.parametrize(
+    ("option", "names"),
+    [("--list_models", list(PRESETS)), ("--list_recipes", [path.name for path in RECIPES.glob("*.json")])],
+)
+def test_what_there_is_to_choose_from(
+    option: str, names: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([option])
+    assert stop.value.code == 0
+    shown = capsys.readouterr().out
+    assert names and [name for name in names if name not in shown] == []
 
 
 def test_a_name_that_the_terminal_cannot_show_is_no_failure(tmp_path: Path) -> None:

@@ -6,16 +6,19 @@ import argparse
 import contextlib
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
+from rich.console import RenderableType
 
 from pipeline.base.problems import Problem
 from pipeline.base.user_input import expanded
 from pipeline.cluster.hostfile import address_rule
+from pipeline.job.report import console, model_table, recipe_table
 
 # Below 5 s of failure time-out, a host that swaps is taken for one that is gone.
 LEAST_SECONDS = {"stop_timeout": 0.001, "failure_timeout": 5.0, "step_timeout": 1.0}
@@ -63,11 +66,26 @@ def launcher_parser(program: str = "./launch.sh") -> argparse.ArgumentParser:
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
+    for name, table in (("models", model_table), ("recipes", recipe_table)):
+        action = partial(_Print, table=table)
+        parser.add_argument(f"--list_{name}", action=action, nargs=0, help=f"print the {name}, and leave")
     group = parser.add_argument_group("launcher options")
     _add_hosts(group)
     _add_ways(group)
     _add_times(group)
     return parser
+
+
+class _Print(argparse.Action):
+    """Shows a table, and ends the process as --help does."""
+
+    def __init__(self, *args: Any, table: Callable[[], RenderableType], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._table = table
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        console().print(self._table())
+        parser.exit()
 
 
 class _Joined(argparse.Action):

@@ -14,7 +14,8 @@ from rich.text import Text
 from pipeline.base.problems import Problem
 from pipeline.base.words import counted, cut, size
 from pipeline.job.job import Batch, Job, OptimizerConfig
-from pipeline.job.resolve import Draft
+from pipeline.job.models import PRESETS
+from pipeline.job.resolve import PROJECT, Draft
 from pipeline.job.world import World
 from pipeline.model.config import ModelConfig
 from pipeline.model.counts import LayerSize, layer_parameters, stage_parameters, total_parameters
@@ -44,6 +45,26 @@ def console(stderr: bool = False) -> Console:
 def describe(draft: Draft) -> RenderableType:
     """Everything that is known of a job, section by section."""
     return Group(*_sections(draft))
+
+
+def model_table() -> RenderableType:
+    """The presets: what --model may be beside a file or folder."""
+    table = Table("--model", "parameters", "layers", "hidden size", "tokens", "batch", "peak rate", box=None)
+    for name, preset in PRESETS.items():
+        model, usual = preset.model, preset.training
+        numbers = f"{total_parameters(model):,}", f"{model.num_layers}", f"{model.hidden_size:,}"
+        sizes = f"{usual.sequence_length:,}", f"{usual.train_batch_size:,}", f"{usual.learning_rate:g}"
+        table.add_row(name, *numbers, *sizes)
+    return Group(table, Text("tokens of a sample, samples of a batch and rate: as it is usually trained"))
+
+
+def recipe_table() -> RenderableType:
+    """The project's DeepSpeed files, each with what its first sentence says."""
+    table = Table("--deepspeed_config", "", box=None)
+    for path in sorted((PROJECT / "ds_configs").glob("*.json")):
+        comment = re.findall(r"^ *// ?(.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+        table.add_row(f"ds_configs/{path.name}", " ".join(comment).partition(". ")[0])
+    return table
 
 
 def print_problems(out: Console, problems: Sequence[Problem]) -> None:
