@@ -30,6 +30,10 @@ EXCEPTIONS = {
         [("training/rank", name) for name in ("Options", "parse_options", "resolve")],
         "a rank's process reads its command line, and resolves the job that all below it is given",
     ),
+    (
+        "data/tokenizer",
+        "tokenizer_facts",
+    ): "of the byte tokenizer, and in `load_tokenizer`, which no run calls",
     ("data/tokenizer_training", "load_tokenizer"): "opens the tokenizer that it has just trained",
 }
 

@@ -41,9 +41,10 @@ def complete_process() -> None:
     Raises:
         SystemExit: code 2 after a message: the current folder has been removed.
     """
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115  (for as long as the process)
+    nowhere = Path(os.devnull)
+    sys.stdin = sys.stdin or nowhere.open()
+    sys.stdout = sys.stdout or nowhere.open("w")
+    sys.stderr = sys.stderr or nowhere.open("w")
     for name in ("COLUMNS", "LINES"):
         if not _SIZE.fullmatch(os.environ.get(name, "1")):  # libraries end at it
             del os.environ[name]

@@ -13,8 +13,8 @@ from pipeline.base.problems import JobError, Problem
 from pipeline.base.words import near
 
 R = TypeVar("R")
-# Name and value of an option that does not exist -> rule and remedy, where it is known from elsewhere.
-Foreign = Callable[[str, "str | None"], "tuple[str, str] | None"]
+# Name and values of an option that does not exist -> rule and remedy, where it is known from elsewhere.
+Foreign = Callable[[str, Sequence[str]], "tuple[str, str] | None"]
 _NUMBERS = {int: "a whole number", float: "a number"}
 
 
@@ -24,7 +24,7 @@ def read_command_line(
     prog: str | None,
     default: R | None = None,
     others: Iterable[str] = (),
-    foreign: Foreign = lambda name, value: None,
+    foreign: Foreign = lambda name, values: None,
 ) -> R:
     """A record of options, read as all commands read theirs.
 
@@ -75,18 +75,31 @@ def _options(args: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 def _problems(
     args: Sequence[str], known: dict[str, Field], others: Iterable[str], foreign: Foreign
 ) -> Iterator[Problem]:
-    """Options that do not exist, and numbers that are none."""
+    """Options that do not exist, numbers that are none, and lists with nothing in them."""
     names = [*known, *others]
     for name, values in _options(args):
-        first = values[0] if values else None
-        if name in known and first is not None:
-            yield from _number_problems(known[name], first)
-        if name and name not in names:
-            rule, remedy = "there is no such option", "--help lists the options"
-            if nearest := near(name, names):
-                remedy = f"The nearest option is --{nearest}"
-            rule, remedy = foreign(name, first) or (rule, remedy)
-            yield Problem(f"--{name}", first or "", rule, remedy)
+        if name in known:
+            yield from _value_problems(known[name], values)
+        elif name and name not in names:
+            rule, remedy = foreign(name, values) or _unknown(name, names)
+            yield Problem(f"--{name}", " ".join(values), rule, remedy)
+
+
+def _unknown(name: str, names: Sequence[str]) -> tuple[str, str]:
+    if (switch := name.removeprefix("no_")) in names:
+        return "there is no such option", f"Leave it out: --{switch} is off unless given"
+    nearest = near(name, names)
+    remedy = f"The nearest option is --{nearest}" if nearest else "--help lists the options"
+    return "there is no such option", remedy
+
+
+def _value_problems(field: Field, values: Sequence[str]) -> Iterator[Problem]:
+    """A variable of the shell that is not set leaves a list without a value: that is not its default."""
+    if field.forms[0].kind is list and not values:
+        remedy = f"Give one or more, or leave --{field.name} out"
+        yield Problem(field.name, "", "is given without a value", remedy)
+    elif values:
+        yield from _number_problems(field, values[0])
 
 
 def _number_problems(field: Field, text: str) -> Iterator[Problem]:

@@ -72,9 +72,12 @@ def split_source(file: TokenFile, rule: SplitRule, seed: int, tokenizer: Tokeniz
     if rule.fraction == 0 or (rule.by_documents and total > 1):
         return Split(offsets, *split_documents(total, rule.fraction, seed))
     tokens = int(offsets[-1] - offsets[0])
+    if tokens < 2:  # nothing to divide; packing says that there is too little
+        return Split(offsets, *split_documents(total, 0.0, seed))
     share = round(tokens * rule.fraction)
     wanted = min(max(share if rule.limit is None else min(share, rule.limit), 2), tokens - 1)
-    capped = (f"capped: {rule.fraction:.1%} would be {share:,} tokens; --eval_fraction asks for more",)
+    more = "--eval_fraction, in another --output_dir, asks for more"
+    capped = (f"capped: {rule.fraction:.1%} would be {share:,} tokens; {more}",)
     said = capped if share > wanted else ()
     documents, before = _documents_up_to(offsets, wanted, seed)
     last = int(documents[-1])

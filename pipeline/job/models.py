@@ -322,7 +322,9 @@ def _unknown(name: str, path: Path) -> Problem:
     if is_folder(path.parent) and path.name == CONFIG_FILE:
         return Problem("model", name, f"the folder has no {CONFIG_FILE}", "Give a model's folder or file")
     if path.suffix == ".json" or len(path.parts) > 1:
-        return Problem("model", name, "there is no such file or folder", "Correct the path")
+        hub = f"; a hub's model: hf download {name} --local-dir FOLDER, then --model FOLDER"
+        remedy = f"Correct the path{hub if len(path.parts) == 2 and not path.suffix else ''}"
+        return Problem("model", name, "there is no such file or folder", remedy)
     return Problem(
         "model",
         name,

@@ -50,7 +50,8 @@ class Options:
     path is looked up in the current folder, then in the project's."""
     set: tuple[str, ...] = ()
     """KEY=VALUE over the DeepSpeed JSON: --set optimizer.params.lr=3e-4 zero_optimization.stage=2. VALUE as
-    JSON has it; what is no JSON is a text. Beside --config they are added to those of the run.json."""
+    JSON has it; what is no JSON is a text. The last of a KEY counts. Beside --config they are added to
+    those of the run.json, unless --deepspeed_config names another file."""
     strict: bool = False
     """Refuse what is otherwise noted: keys of the JSON that change nothing in this job."""
     model: PathName = "auto"
@@ -222,16 +223,16 @@ def parse_options(
 
     Raises:
         SystemExit: as `read_command_line`.
-        JobError: an option that does not exist or a number that is none, the file given with --config cannot
-            be used, or --data has no path.
+        JobError: as `read_command_line`; or the file given with --config cannot be used.
     """
-    _refuse_empty_data(args)
     args = spelled_out(args, kind)
     saved = _config_argument(args)
     default = kind() if saved is None else from_run_file(Path(saved), kind)
     # What is given replaces a default, and these add to it.
     read = read_command_line(kind, args, prog, replace(default, set=()), others, _of_others)
-    return replace(read, set=(*default.set, *read.set))
+    kept = default.set if read.deepspeed_config == default.deepspeed_config else ()
+    last = {text.partition("=")[0]: text for text in (*kept, *read.set)}
+    return replace(read, set=tuple(last.values()))
 
 
 def spelled_out(args: Sequence[str], kind: type[Options]) -> list[str]:
@@ -298,34 +299,42 @@ _OPTIONS_OF_OTHERS = {
 }
 
 
-def _of_others(name: str, value: str | None) -> tuple[str, str] | None:
+_OFF = ("false", "0", "no", "none")
+# How values begin that others give a key, and how they are called here; "": anything else.
+_VALUES_OF_OTHERS = {
+    "optimizer.type": {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"},
+    "scheduler.type": {"cosine": "WarmupCosineLR", "linear": "WarmupDecayLR", "constant": "WarmupLR"},
+    "activation_checkpointing.mode": {**dict.fromkeys(_OFF, "none"), "selective": "selective", "": "full"},
+    "fp16.enabled": {**dict.fromkeys(_OFF, "false"), "": "true"},
+    "bf16.enabled": {**dict.fromkeys(_OFF, "false"), "": "true"},
+}
+
+
+def _of_others(name: str, values: Sequence[str]) -> tuple[str, str] | None:
     """Rule and remedy for an option that is a key of the JSON, or an option under another name."""
+    value = " ".join(values)
     keys = [path for path, key in KEYS.items() if not key.block and path.rpartition(".")[2] == name]
     if key := _KEYS_OF_OTHERS.get(name, keys[0] if len(keys) == 1 else None):
-        switch = key.endswith((".enabled", "activation_checkpointing.mode"))
-        given = {"activation_checkpointing.mode": "full"}.get(key, "true") if switch else value or "VALUE"
-        return f"is {key} of the DeepSpeed JSON", f"Give --set {key}={given}, or write it there"
+        known = _VALUES_OF_OTHERS.get(key, {"": value or "VALUE"})
+        given = next((here for there, here in known.items() if value.lower().startswith(there)), "VALUE")
+        choice = f", VALUE one of {', '.join(KEYS[key].choices)}" if key in _VALUES_OF_OTHERS else ""
+        choice = choice if given == "VALUE" else ", or write it there"
+        return f"is {key} of the DeepSpeed JSON", f"Give --set {key}={given}{choice}"
     if option := _OPTIONS_OF_OTHERS.get(name):
+        value = "auto" if (option, value) == ("resume", "True") else value
         return "has another name here", f"Give --{option} {value or 'VALUE'}"
     return of_megatron(name, value, {})
 
 
 def _config_argument(args: Sequence[str]) -> str | None:
-    """The value of --config, found ahead of the full parse because it supplies that parse's defaults."""
-    for position, argument in enumerate(args):
-        if argument == "--config" and position + 1 < len(args):
-            return args[position + 1]
-        if argument.startswith("--config="):
-            return argument.removeprefix("--config=")
-    return None
-
-
-def _refuse_empty_data(args: Sequence[str]) -> None:
-    """``--data $FOLDER`` with the variable unset must not train on the default text instead."""
-    for argument, following in zip(args, [*args[1:], "--"], strict=False):
-        if argument == "--data" and following.startswith("--"):
-            remedy = "Name files or folders, or leave --data out"
-            raise job_error("data", "", "is given without a path", remedy)
+    """The last value of --config, found ahead of the full parse because it supplies that parse's defaults."""
+    found = None
+    for argument, following in pairwise([*args, ""]):
+        if argument == "--config" and following:
+            found = following
+        elif argument.startswith("--config="):
+            found = argument.removeprefix("--config=")
+    return found
 
 
 def from_run_file(path: Path, kind: type[O] = Options) -> O:  # type: ignore[assignment]

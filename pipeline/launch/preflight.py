@@ -54,7 +54,7 @@ def read_arguments(
             parse_options(["--help"], kind, program)  # ends this process
     launcher, job_arguments = split_arguments(arguments, program)
     job_arguments = spelled_out(job_arguments, kind)
-    others = [option.name for option in fields(LauncherOptions)]
+    others = [option.name for option in fields(LauncherOptions)] + ["list_models", "list_recipes"]
     return launcher, parse_options(job_arguments, kind, program, others), job_arguments
 
 

@@ -160,42 +160,44 @@ def test_ids_choose_the_width() -> None:
 
 
 class Slow(ByteTokenizer):
-    """The byte tokenizer, with time to be caught at work."""
+    """The byte tokenizer, caught at work: it goes on when the file `until` is there."""
 
     facts = ByteTokenizer().facts
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    def __init__(self, until: Path) -> None:
+        self.until = until
 
     def encode(self, text: str) -> np.ndarray:
-        time.sleep(self.seconds)
+        while not self.until.exists():
+            time.sleep(0.01)
         return super().encode(text)
 
 
-def make_slowly(texts: str, cache: str, seconds: float, messages: multiprocessing.Queue) -> None:
-    """One process of a host; the one at work takes `seconds` per document."""
+def make_slowly(texts: str, cache: str, until: Path, messages: multiprocessing.Queue) -> None:
+    """One process of a host."""
     show_messages(messages.put)
-    file = cached_tokens(find_corpus([texts]), Slow(seconds), Path(cache), time_limit=60)
+    file = cached_tokens(find_corpus([texts]), Slow(until), Path(cache), time_limit=60)
     messages.put(f"fingerprint {file.fingerprint}")
 
 
-def start(
-    texts: Path, cache: Path, seconds: float, messages: multiprocessing.Queue
-) -> multiprocessing.Process:
+def start(texts: Path, cache: Path, until: Path, messages: multiprocessing.Queue) -> multiprocessing.Process:
     process = multiprocessing.get_context("spawn").Process(
-        target=make_slowly, args=(str(texts), str(cache), seconds, messages)
+        target=make_slowly, args=(str(texts), str(cache), until, messages)
     )
     process.start()
     return process
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_one_process_works_and_the_others_wait(texts: Path, tmp_path: Path) -> None:
     messages = multiprocessing.get_context("spawn").Queue()
     cache = tmp_path / "cache"
-    processes = [start(texts, cache, 0.7, messages) for _ in range(3)]
-    said: list[str] = []
+    until = tmp_path / "go on"
+    processes = [start(texts, cache, until, messages) for _ in range(3)]
+    said = [messages.get(timeout=60)]
+    while sum(text.startswith("waiting") for text in said) < 2:
+        said.append(messages.get(timeout=60))
+    until.touch()
     while sum(text.startswith("fingerprint") for text in said) < 3:
         said.append(messages.get(timeout=60))
     for process in processes:
@@ -203,7 +205,6 @@ def test_one_process_works_and_the_others_wait(texts: Path, tmp_path: Path) -> N
     assert [process.exitcode for process in processes] == [0, 0, 0]
     kinds = [text.split()[0] for text in said]
     assert kinds.count("tokenizing") == kinds.count("tokenized") == 1
-    assert kinds.count("waiting") >= 1
     assert len({text for text in said if text.startswith("fingerprint")}) == 1
     assert folders(cache) == [cache_identity(find_corpus([str(texts)]), ByteTokenizer())]
 
@@ -212,7 +213,7 @@ def test_a_killed_process_leaves_neither_lock_nor_half_a_cache(texts: Path, tmp_
     cache = tmp_path / "cache"
     identity = cache_identity(find_corpus([str(texts)]), ByteTokenizer())
     messages = multiprocessing.get_context("spawn").Queue()
-    process = start(texts, cache, 600.0, messages)
+    process = start(texts, cache, tmp_path / "never", messages)
     end = time.monotonic() + 30
     while not list(cache.glob("*/tokens.bin.partial")) and time.monotonic() < end:
         time.sleep(0.01)

@@ -99,7 +99,7 @@ def test_an_evaluation_is_given_up_for_a_stop_and_done_by_the_next_start(config:
 
 @pytest.mark.slow
 def test_a_signal_at_the_last_step_stops_before_the_last_evaluation(shop: Workshop):
-    arguments = shop.arguments("run", shop.config(), steps=2)
+    arguments = shop.arguments("run", shop.config(), "--eval_interval", "1", steps=2)
     result = run_faulty_job(arguments, 2, signal_after_step, 2, 0, SIGTERM)
     assert result.exit_codes == (3, 3), result.stderr[0]
     assert list(shop.evaluations("run")) == [1]

@@ -71,6 +71,14 @@ def test_the_world_size_belongs_to_the_check() -> None:
         ("--bf16 true", "is bf16.enabled of the DeepSpeed JSON", "--set bf16.enabled=true"),
         ("--zero_stage 3", "of the DeepSpeed JSON", "--set zero_optimization.stage=3"),
         ("--autotp_size 2", "of the DeepSpeed JSON", "--set tensor_parallel.autotp_size=2"),
+        ("--fp16 False", "is fp16.enabled of the DeepSpeed JSON", "--set fp16.enabled=false"),
+        ("--optim adamw_torch", "is optimizer.type of the DeepSpeed JSON", "--set optimizer.type=AdamW"),
+        ("--optim lion", "is optimizer.type of the DeepSpeed JSON", "VALUE one of AdamW, Adam, SGD"),
+        ("--lr_scheduler_type cosine", "is scheduler.type of the", "--set scheduler.type=WarmupCosineLR"),
+        ("--resume_from_checkpoint True", "has another name here", "Give --resume auto"),
+        ("--train_file a b", "has another name here", "Give --data a b"),
+        ("--no-strict", "there is no such option", "--strict is off unless given"),
+        ("--set", "is given without a value", "leave --set out"),
         ("--max_steps 9", "has another name here", "Give --train_steps 9"),
         ("--hidden-size 64", "is an argument of Megatron-LM or GPT-NeoX", '"hidden_size": 64'),
         ("--seed many", "must be a whole number", "Give a whole number"),
@@ -127,6 +135,8 @@ def test_values_over_the_json(tmp_path: Path) -> None:
     run.write_text(json.dumps(run_json(made.job)))
     again = examine(parse_options(["--config", str(run), "--set", "zero_optimization.stage=2"]), world(2))
     assert (again.optimizer.lr, again.job.zero_stage) == (0.5, 2)
+    other = parse_options(["--config", "none", "--config", str(run), "--deepspeed_config", "other.json"])
+    assert (other.config, other.set) == (str(run), ())
 
 
 @pytest.mark.parametrize(
@@ -231,7 +241,7 @@ def test_a_time_limit_is_a_length_that_can_be_counted(value: str) -> None:
 
 @pytest.mark.parametrize("arguments", [["--data"], ["--data", "--seed", "3"]])
 def test_data_without_a_path_is_not_the_default_text(arguments: list[str]) -> None:
-    with pytest.raises(JobError, match="is given without a path"):
+    with pytest.raises(JobError, match="is given without a value"):
         parse_options(arguments)
 
 
