@@ -12,7 +12,7 @@ All pairs of layouts would be some ten thousand runs. The tables are pruned by r
 `FAST` runs with every change. `OTHER` has what is no axis: settings that move things inside the files, the
 boundaries of stages, all four kinds at once, and a model with other parameters. Of the other tables some rows
 run by default, the rest with ``--repeats``: of `RESHAPE` those that, with `FAST` and `OTHER`, show all that
-`both_sides` lists, of the others all that `special` (`OTHER`) and `offline` (`FORMATS`, `OFFLINE`) list.
+`values` lists, of the others all that `special` (`OTHER`) and `offline` (`FORMATS`, `OFFLINE`) list.
 """
 
 from __future__ import annotations
@@ -140,11 +140,6 @@ BITS: tuple[Row, ...] = (*OFFLINE, *OTHER)
 def values(row: Row) -> set[tuple[Hashable, ...]]:
     """On which side, 0 where it is saved and 1 where it is resumed, a row has which value of an axis."""
     return {(side, *value) for side, name in enumerate(row[1:]) for value in find(name).values().items()}
-
-
-def both_sides(row: Row) -> set[tuple[Hashable, ...]]:
-    """The values on either side; of pipelines with these weights, since tied ones are on two stages."""
-    return values(row) | {(row[0], *fact) for fact in values(row) if fact[1] in ("pipeline", "schedule")}
 
 
 def special(row: Row) -> set[Hashable]:

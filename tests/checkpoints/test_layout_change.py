@@ -29,9 +29,9 @@ from tests.checkpoints.matrices import (
     OTHER,
     RESHAPE,
     Row,
-    both_sides,
     offline,
     special,
+    values,
 )
 from tests.checkpoints.runs import BEFORE, STEPS, Runs, differences, differing_state, losses, saved
 from tests.checkpoints.small import save_checkpoint, start
@@ -96,7 +96,7 @@ def test_another_layout_resumes(row: Row, runs: Runs):
     check(runs, row)
 
 
-@pytest.mark.parametrize("row", slow((*FAST, *OTHER), RESHAPE, both_sides), ids=name)
+@pytest.mark.parametrize("row", slow((*FAST, *OTHER), RESHAPE, values), ids=name)
 def test_any_layout_resumes(row: Row, runs: Runs):
     check(runs, row)
 

@@ -48,6 +48,11 @@ DROPOUT = ("--dropout", "0.2")
 ASYNC = ("--async_save", "--save_interval", "1")
 SHORT = ("--eval_fraction", "0.8", "--async_save", "--save_interval", "3")  # trains on little
 WARM_UP = {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 4, "total_num_steps": 10}}}
+THREE = {
+    "pipeline": {"stages": 2},
+    "tensor_parallel": {"autotp_size": 2},
+    "sequence_parallel_size": 2,
+}
 CASES = (
     Case("zero 1, dropout", 2, zero(1), DROPOUT, slow=False),
     Case("1f1b", 2, {"pipeline": {"stages": 2}}, slow=False),
@@ -64,17 +69,8 @@ CASES = (
     Case("tensor", 2, {"tensor_parallel": {"autotp_size": 2}}, DROPOUT, repeats=True),
     Case("tensor, zero 3", 4, {"tensor_parallel": {"autotp_size": 2}, **zero(3)}, DROPOUT, repeats=True),
     Case("sequence", 2, {"sequence_parallel_size": 2, **zero(1)}, DROPOUT, repeats=True),
-    Case(
-        "four-way",
-        16,
-        {
-            "pipeline": {"stages": 2},
-            "tensor_parallel": {"autotp_size": 2},
-            "sequence_parallel_size": 2,
-            **zero(1),
-        },
-        DROPOUT,
-    ),
+    Case("1f1b, tensor, sequence", 8, {**THREE, **zero(1)}, DROPOUT),
+    Case("four-way", 16, {**THREE, **zero(1)}, DROPOUT, repeats=True),
     Case("bf16, zero 1", 2, {**BF16, **zero(1)}, DROPOUT, repeats=True),
     Case("bf16, zero 2", 2, {**BF16, **zero(2)}, repeats=True),
     Case("bf16, zero 3", 2, {**BF16, **zero(3)}),

@@ -77,6 +77,7 @@ def test_on_one_host(hosts: Hosts, workshop: Workshop, losses: list[float], laun
     check_training(hosts, "h1", ALONE[launcher], workshop, losses, {})
 
 
+@pytest.mark.repeats  # --launcher openmpi starts it below
 def test_mpirun_over_two_hosts(hosts: Hosts, workshop: Workshop, losses: list[float]) -> None:
     need("mpirun.openmpi", "openmpi-bin")
     command = ["mpirun.openmpi", "--host", "h1,h2", "-x", "MASTER_ADDR=h1", *RANK]
@@ -107,6 +108,7 @@ def test_launch_through_mpi(hosts: Hosts, workshop: Workshop, losses: list[float
     check_training(hosts, "h0", launch(hosts, launcher), workshop, losses, environment)
 
 
+@pytest.mark.repeats  # srun starts ranks above
 def test_launch_through_slurm(
     hosts: Hosts, workshop: Workshop, losses: list[float], slurm: dict[str, str]
 ) -> None:

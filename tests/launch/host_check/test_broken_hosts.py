@@ -112,6 +112,7 @@ def test_options_variables_places_and_logs(pair: Hosts) -> None:
     assert logs == [f"rank_0000{rank}.log" for rank in range(3)]
 
 
+@pytest.mark.repeats  # end_to_end/test_several_hosts.py begins on one other host
 def test_a_single_other_host_is_used(pair: Hosts) -> None:
     """Not this one, as the launcher would have it."""
     job = Job(pair, pair.write_hostfile(1, ["h2"], "single"), steps=2)
@@ -119,6 +120,7 @@ def test_a_single_other_host_is_used(pair: Hosts) -> None:
     assert "Rank 0 is on h2" in job.process.stderr
 
 
+@pytest.mark.repeats  # the same under another launcher is below
 def test_a_rank_goes_while_the_others_wait_for_nobody(pair: Hosts) -> None:
     job = Job(pair, pair.write_hostfile(2), "3:9:signal=SIGKILL")
     assert job.ends(90) == 1
