@@ -70,12 +70,12 @@ def read_job(options: Options, environment: RankEnvironment, inherited: Inherite
         JobError: with every problem.
     """
     world = world_from_environment(environment)
-    batch: tuple[int, ...] = ()
-    command = start_command(environment.world_size)
     if inherited is not None and inherited.hosts:
         # The agent has compared its place with these; hosts may differ in their slots.
         world = replace(world, hosts=tuple(Host(name, slots) for name, slots in inherited.hosts))
         batch, command = inherited.batch, inherited.command
+    else:
+        batch, command = (), start_command(environment.world_size)
     job = replace(resolve(options, world, batch), command=command)
     if problems := [*resume_problems(job), *space_problems(job)]:
         raise JobError(problems)
