@@ -10,7 +10,6 @@ before, on both sides; `--warm` leaves it there. Ratios are medians over rounds 
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,16 +20,13 @@ if __name__ == "__main__":
     # A script's own folder comes first on sys.path; the project is one above.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import tyro
-
 from benchmarks.checkpoint_work import Saves, Work, convert_in_turn, load_in_turn, save_in_turn
 from benchmarks.contenders import Task
 from benchmarks.report import Report, paired_ratio, spread
-from benchmarks.setting import Setting, choose_device, choose_model, require_positive
+from benchmarks.setting import Setting, choose_device, choose_model, require_positive, run_comparison
 from benchmarks.workers import WorkerGroup
-from pipeline.base.problems import EXIT_WRONG_JOB, JobError, Problem
+from pipeline.base.problems import JobError, Problem
 from pipeline.base.words import did_you_mean
-from pipeline.job.report import console, print_problems
 from pipeline.model.counts import total_parameters
 
 RANKS = 2
@@ -93,18 +89,11 @@ class Arguments:
 
 def main(arguments: Sequence[str]) -> int:
     """0, or 2 for a setting that cannot run."""
-    given = tyro.cli(Arguments, args=list(arguments), use_underscores=True, prog="checkpoint.py")
-    try:
-        with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=given.folder) as folder:
-            compare(given, folder)
-    except JobError as error:
-        print_problems(console(stderr=True), error.problems)
-        return EXIT_WRONG_JOB
-    return 0
+    return run_comparison("checkpoint", Arguments, compare, arguments)
 
 
-def compare(given: Arguments, folder: str) -> dict[str, Any]:
-    """Measure, print, write; returns what the JSON file holds.
+def compare(given: Arguments, folder: str) -> None:
+    """Measure, print, write.
 
     Raises:
         JobError: a case cannot run.
@@ -126,7 +115,6 @@ def compare(given: Arguments, folder: str) -> dict[str, Any]:
         rows.append(_measure(name, CASES[name], setting, given))
         _print(report, rows[-1])
     report.write(given.json, cases=rows)
-    return report.values
 
 
 def _chosen(only: Sequence[str]) -> list[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,16 +18,12 @@ if __name__ == "__main__":
     # A script's own folder comes first on sys.path; the project is one above.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import tyro
-
 from benchmarks.checkpoint_work import Work, compare_in_turn
 from benchmarks.contenders import Task
 from benchmarks.report import Report, paired_ratio, spread
-from benchmarks.setting import Setting, choose_device, choose_model, require_positive
+from benchmarks.setting import Setting, choose_device, choose_model, require_positive, run_comparison
 from benchmarks.workers import WorkerGroup
-from pipeline.base.problems import EXIT_WRONG_JOB, JobError
 from pipeline.checkpoints.copies import SHARE
-from pipeline.job.report import console, print_problems
 
 RANKS = 2
 # Recipe in ds_configs, and what is changed of it.
@@ -62,18 +57,11 @@ class Arguments:
 
 def main(arguments: Sequence[str]) -> int:
     """0, or 2 for a setting that cannot run."""
-    given = tyro.cli(Arguments, args=list(arguments), use_underscores=True, prog="copies.py")
-    try:
-        with tempfile.TemporaryDirectory(prefix="copies-") as folder:
-            compare(given, folder)
-    except JobError as error:
-        print_problems(console(stderr=True), error.problems)
-        return EXIT_WRONG_JOB
-    return 0
+    return run_comparison("copies", Arguments, compare, arguments)
 
 
-def compare(given: Arguments, folder: str) -> dict[str, Any]:
-    """Measure, print, write; returns what the JSON file holds.
+def compare(given: Arguments, folder: str) -> None:
+    """Measure, print, write.
 
     Raises:
         JobError: a layout cannot run.
@@ -101,7 +89,6 @@ def compare(given: Arguments, folder: str) -> dict[str, Any]:
         ],
     )
     report.write(given.json, cases=rows)
-    return report.values
 
 
 def _measure(name: str, setting: Setting, rounds: int) -> dict[str, Any]:

@@ -9,7 +9,6 @@ Exit code 1 where the curves differ by more than the tolerance, on average over 
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,14 +19,10 @@ if __name__ == "__main__":
     # A script's own folder comes first on sys.path; the project is one above.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import tyro
-
 from benchmarks.contenders import Task, this_pipeline
 from benchmarks.report import Report
-from benchmarks.setting import Setting, choose_device, require_positive
+from benchmarks.setting import Setting, choose_device, require_positive, run_comparison
 from benchmarks.workers import WorkerGroup
-from pipeline.base.problems import EXIT_WRONG_JOB, JobError
-from pipeline.job.report import console, print_problems
 
 Curve = Literal["cpu-fp32", "cpu-bf16", "cuda-fp32", "cuda-bf16"]
 # bf16 keeps 8 bits: a product is off by up to 2^-9 = 0.2 %, and training amplifies it before it averages out.
@@ -58,13 +53,7 @@ class Arguments:
 
 def main(arguments: Sequence[str]) -> int:
     """0; 1 where the curves differ; 2 for a setting that cannot run."""
-    given = tyro.cli(Arguments, args=list(arguments), use_underscores=True, prog="loss_curves.py")
-    try:
-        with tempfile.TemporaryDirectory(prefix="curves-") as folder:
-            return compare(given, folder)
-    except JobError as error:
-        print_problems(console(stderr=True), error.problems)
-        return EXIT_WRONG_JOB
+    return run_comparison("loss_curves", Arguments, compare, arguments)
 
 
 def compare(given: Arguments, folder: str) -> int:

@@ -9,7 +9,6 @@ Exit code 1 where a measured size is off by more than 2 %.
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,20 +18,16 @@ if __name__ == "__main__":
     # A script's own folder comes first on sys.path; the project is one above.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import tyro
-
 from benchmarks.contenders import Task, start_engine
 from benchmarks.memory_formulas import states
 from benchmarks.memory_probe import Held, measure
 from benchmarks.report import Report
-from benchmarks.setting import Setting, choose_device, choose_model, require_positive
+from benchmarks.setting import Setting, choose_device, choose_model, require_positive, run_comparison
 from benchmarks.workers import Clock, WorkerGroup
-from pipeline.base.problems import EXIT_WRONG_JOB, JobError
 from pipeline.cluster.devices import visible_gpus
 from pipeline.cluster.rank_environment import RankEnvironment
 from pipeline.data.loader import read_step
 from pipeline.engine.engine import TrainEngine
-from pipeline.job.report import console, print_problems
 from pipeline.model.counts import total_parameters
 
 TOLERANCE = 0.02
@@ -99,13 +94,7 @@ class Arguments:
 
 def main(arguments: Sequence[str]) -> int:
     """0; 1 where a size is off; 2 for a setting that cannot run."""
-    given = tyro.cli(Arguments, args=list(arguments), use_underscores=True, prog="memory.py")
-    try:
-        with tempfile.TemporaryDirectory(prefix="memory-") as folder:
-            return compare(given, folder)
-    except JobError as error:
-        print_problems(console(stderr=True), error.problems)
-        return EXIT_WRONG_JOB
+    return run_comparison("memory", Arguments, compare, arguments)
 
 
 def compare(given: Arguments, folder: str, cases: Sequence[Case] = CASES) -> int:

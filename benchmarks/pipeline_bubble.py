@@ -10,7 +10,6 @@ turn with the pipelines, each rank on a core or GPU of its own.
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -22,15 +21,11 @@ if __name__ == "__main__":
     # A script's own folder comes first on sys.path; the project is one above.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import tyro
-
 from benchmarks.contenders import Task, this_pipeline
 from benchmarks.report import Report, paired_ratio
-from benchmarks.setting import Setting, choose_device, choose_model, require_positive
+from benchmarks.setting import Setting, choose_device, choose_model, require_positive, run_comparison
 from benchmarks.workers import WorkerGroup
-from pipeline.base.problems import EXIT_WRONG_JOB, JobError
 from pipeline.job.job import Job
-from pipeline.job.report import console, print_problems
 from pipeline.model.config import ModelConfig
 from pipeline.model.counts import block_flops_per_token
 
@@ -87,18 +82,11 @@ def stage_shares(model: ModelConfig, boundaries: Sequence[int], seq_length: int,
 
 def main(arguments: Sequence[str]) -> int:
     """0, or 2 for a setting that cannot run."""
-    given = tyro.cli(Arguments, args=list(arguments), use_underscores=True, prog="pipeline_bubble.py")
-    try:
-        with tempfile.TemporaryDirectory(prefix="bubble-") as folder:
-            compare(given, folder)
-    except JobError as error:
-        print_problems(console(stderr=True), error.problems)
-        return EXIT_WRONG_JOB
-    return 0
+    return run_comparison("pipeline_bubble", Arguments, compare, arguments)
 
 
-def compare(given: Arguments, folder: str) -> dict[str, Any]:
-    """Measure, print, write; returns what the JSON file holds.
+def compare(given: Arguments, folder: str) -> None:
+    """Measure, print, write.
 
     Raises:
         JobError: a layout that cannot run.
@@ -131,7 +119,6 @@ def compare(given: Arguments, folder: str) -> dict[str, Any]:
         ],
     )
     report.write(given.json, rows=rows)
-    return report.values
 
 
 def _rows(given: Arguments, setting: Setting, count: int) -> list[dict[str, Any]]:

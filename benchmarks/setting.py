@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+import tyro
 
 from pipeline.base.json_reader import read_json
-from pipeline.base.problems import JobError, Problem
+from pipeline.base.problems import EXIT_WRONG_JOB, JobError, Problem
 from pipeline.cluster.devices import BF16_CAPABILITY, visible_gpus
 from pipeline.data.training_data import DataSettings, TrainingData, load_data
 from pipeline.job.data_sources import one_source
 from pipeline.job.job import Job
 from pipeline.job.models import load_model
 from pipeline.job.options import Options
+from pipeline.job.report import console, print_problems
 from pipeline.job.resolve import config_path, resolve
 from pipeline.job.world import Host, World
 from pipeline.model.config import ModelConfig
 
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["fp32", "bf16"]
+Arguments = TypeVar("Arguments")
 
 BENCHMARKS = Path(__file__).parent
 CPU_MODEL, GPU_MODEL = str(BENCHMARKS / "gpt-6m.json"), "gpt2-124m"
@@ -160,6 +166,28 @@ def require_positive(**counts: int) -> None:
     ]
     if problems:
         raise JobError(problems)
+
+
+def run_comparison(
+    name: str,
+    kind: type[Arguments],
+    compare: Callable[[Arguments, str], int | None],
+    arguments: Sequence[str],
+) -> int:
+    """Read a benchmark's options, and measure; its exit code: that of `compare`, or 2 for a setting that
+    cannot run.
+
+    Args:
+        kind: Its options. One called `folder` says where the temporary folder is made.
+        compare: Measures with these options in that folder. None counts as 0.
+    """
+    given = tyro.cli(kind, args=list(arguments), use_underscores=True, prog=f"{name}.py")
+    try:
+        with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=vars(given).get("folder")) as folder:
+            return compare(given, folder) or 0
+    except JobError as error:
+        print_problems(console(stderr=True), error.problems)
+        return EXIT_WRONG_JOB
 
 
 def merged(*layers: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,6 @@ the ratio within a round.
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,18 +21,15 @@ if __name__ == "__main__":
     # A script's own folder comes first on sys.path; the project is one above.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import tyro
-
 from benchmarks import contenders
 from benchmarks.contenders import Task
 from benchmarks.report import Report, paired_ratio, spread
-from benchmarks.setting import Dtype, Setting, choose_device, choose_model, require_positive
+from benchmarks.setting import Dtype, Setting, choose_device, choose_model, require_positive, run_comparison
 from benchmarks.trainer import counterpart
 from benchmarks.workers import Round, WorkerGroup
-from pipeline.base.problems import EXIT_WRONG_JOB, JobError, Problem
+from pipeline.base.problems import JobError, Problem
 from pipeline.base.words import did_you_mean
 from pipeline.cluster.devices import visible_gpus
-from pipeline.job.report import console, print_problems
 from pipeline.model.counts import training_flops_per_token
 from pipeline.training.throughput import mfu, peak_tflops
 
@@ -113,14 +109,7 @@ class Arguments:
 
 def main(arguments: Sequence[str]) -> int:
     """0, or 2 for a setting that cannot run."""
-    given = tyro.cli(Arguments, args=list(arguments), use_underscores=True, prog="throughput.py")
-    try:
-        with tempfile.TemporaryDirectory(prefix="throughput-") as folder:
-            compare(given, folder)
-    except JobError as error:
-        print_problems(console(stderr=True), error.problems)
-        return EXIT_WRONG_JOB
-    return 0
+    return run_comparison("throughput", Arguments, compare, arguments)
 
 
 def resolve_setting(given: Arguments, folder: str) -> Setting:
@@ -145,8 +134,8 @@ def resolve_setting(given: Arguments, folder: str) -> Setting:
     )
 
 
-def compare(given: Arguments, folder: str) -> dict[str, Any]:
-    """Measure, print, write; returns what the JSON file holds.
+def compare(given: Arguments, folder: str) -> None:
+    """Measure, print, write.
 
     Raises:
         JobError: a contender's job cannot run.
@@ -172,7 +161,6 @@ def compare(given: Arguments, folder: str) -> dict[str, Any]:
     for line in differences:
         report.say(f"WARNING: {line}")
     report.write(given.json, contenders=rows, ratios=ratios, loss_differences=differences)
-    return report.values
 
 
 def _chosen(given: Arguments, setting: Setting) -> list[str]:
