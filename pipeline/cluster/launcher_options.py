@@ -16,7 +16,7 @@ import psutil
 from rich.console import RenderableType
 
 from pipeline.base.problems import Problem
-from pipeline.base.user_input import expanded
+from pipeline.base.user_input import expanded, is_file
 from pipeline.cluster.hostfile import address_rule
 from pipeline.job.report import console, model_table, recipe_table
 
@@ -208,14 +208,20 @@ def start_command(world_size: int) -> tuple[str, ...]:
     with contextlib.suppress(psutil.Error):
         above = [process.cmdline() for process in psutil.Process().parents()]
     # The outermost is what somebody typed; the innermost is this rank's agent.
-    starts = [words for words in above if any(word.endswith(_SCRIPT) for word in words)]
+    starts = [words for words in above if any(map(_is_script, words))]
     if not starts or _BEHIND_SSH in starts[-1] or (len(starts) == 1 and world_size > 1):
         return ()
-    last = next(index for index, word in enumerate(starts[-1]) if word.endswith(_SCRIPT))
+    last = next(index for index, word in enumerate(starts[-1]) if _is_script(word))
     words = starts[-1][: last + 1]
     name = Path(words[1]).name
     # As typed: "deepspeed" is a script that its first line starts Python for.
     return (name, *words[2:]) if len(words) > 2 and shutil.which(name) == words[1] else tuple(words)
+
+
+def _is_script(word: str) -> bool:
+    """Whether a word of a command line names the script. A shell's ``cd project && deepspeed pretrain.py`` is
+    one word, too, which options behind it would not reach."""
+    return Path(word).name == _SCRIPT and is_file(word)
 
 
 def launcher_problems(options: LauncherOptions) -> list[Problem]:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from pipeline.base.problems import Problem
-from pipeline.cluster.launcher_options import LauncherOptions, launcher_problems, split_arguments, words_of
+from pipeline.cluster.launcher_options import (
+    LauncherOptions,
+    launcher_problems,
+    split_arguments,
+    start_command,
+    words_of,
+)
 from pipeline.cluster.outcome import Outcome
 from pipeline.launch import launch, restart_loop
 
@@ -101,3 +110,33 @@ def test_the_dict_for_deepspeed_is_printed_before_the_start(
 )
 def test_the_words_of_options_give_them_again(options: LauncherOptions) -> None:
     assert split_arguments(words_of(options)) == (options, [])
+
+
+AGENT = ["python", "-u", "a b/pretrain.py", "--train_steps", "3"]
+
+
+@pytest.mark.parametrize(
+    ("above", "ranks", "command"),
+    [
+        ([["torchrun", "a b/pretrain.py", "--seed", "1"], ["bash"]], 2, "torchrun 'a b/pretrain.py'"),
+        ([["timeout", "60", "torchrun", "a b/pretrain.py"]], 2, "timeout 60 torchrun 'a b/pretrain.py'"),
+        # A shell reads its script as one word, and would not hand on what is written behind it.
+        (
+            [["torchrun", "a b/pretrain.py"], ["bash", "-c", "cd x && torchrun pretrain.py"]],
+            2,
+            "torchrun 'a b/pretrain.py'",
+        ),
+        ([["python", "-m", "deepspeed.launcher.launch", "a b/pretrain.py"], ["sshd"]], 2, ""),
+        ([["bash"]], 1, "python -u 'a b/pretrain.py'"),
+        ([["slurmstepd"]], 2, ""),
+    ],
+)
+def test_a_start_is_told_by_the_processes_above_a_rank(
+    above: list[list[str]], ranks: int, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a b").mkdir()
+    (tmp_path / "a b" / "pretrain.py").touch()
+    monkeypatch.chdir(tmp_path)
+    processes = [SimpleNamespace(cmdline=lambda words=words: words) for words in (AGENT, *above)]
+    monkeypatch.setattr(psutil.Process, "parents", lambda process: processes)
+    assert start_command(ranks) == tuple(shlex.split(command))
