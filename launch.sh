@@ -15,7 +15,8 @@ leave() {
 }
 trap leave INT TERM USR1 HUP
 
-root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
+# Also where this was called by a link to it.
+root=$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")
 
 # Prints the first Python that is new enough and can make virtual environments.
 find_python() {

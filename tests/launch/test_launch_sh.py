@@ -16,16 +16,17 @@ ROOT = Path(__file__).parents[2]
 
 
 def launch_sh(tmp_path: Path, pythons: dict[str, str]) -> subprocess.Popen:
-    """launch.sh --setup_only with nothing on the PATH but a shell and the given python commands."""
+    """launch.sh --setup_only by a link, with nothing on the PATH but a shell and the given pythons."""
     tools = tmp_path / "bin"
     tools.mkdir()
-    for tool in ("bash", "dirname"):
+    for tool in ("bash", "dirname", "readlink"):
         (tools / tool).symlink_to(shutil.which(tool))
     for name, script in pythons.items():
         (tools / name).write_text(f"#!{shutil.which('bash')}\n{script}\n")
         (tools / name).chmod(0o755)
     shutil.copy(ROOT / "launch.sh", tmp_path)
-    line = [str(tools / "bash"), str(tmp_path / "launch.sh"), "--setup_only"]
+    (tools / "train").symlink_to("../launch.sh")
+    line = [str(tools / "bash"), str(tools / "train"), "--setup_only"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(line, env={"PATH": str(tools)}, text=True, **pipes)
 
