@@ -13,6 +13,11 @@ def counted(number: int, name: str) -> str:
     return f"{number:,} {name}{'' if number == 1 else 's'}"
 
 
+def after_step(step: int) -> str:
+    """When something happened: ``after step 5``, ``before the first step``."""
+    return f"after step {step}" if step else "before the first step"
+
+
 def near(name: str, known: Iterable[str]) -> str | None:
     """The likely spelling of an unknown name."""
     choice = sorted(known)

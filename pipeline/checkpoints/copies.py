@@ -32,7 +32,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 
-from pipeline.base.words import rank_list
+from pipeline.base.words import after_step, rank_list
 from pipeline.checkpoints.shards import parameter_names, replicates_state, shards, torch_optimizer
 from pipeline.engine.agreement import gather_objects, gather_rows
 from pipeline.engine.engine import TrainEngine
@@ -196,7 +196,7 @@ class CopyCheck:
         lines = list(dict.fromkeys(chain.from_iterable(everything)))
         more = "; and more" if len(lines) > _SHOWN else ""
         return (
-            f"copies that must be equal differ after step {step}: {'; '.join(lines[:_SHOWN])}{more}. "
+            f"copies that must be equal differ {after_step(step)}: {'; '.join(lines[:_SHOWN])}{more}. "
             "This step is not saved: the next start goes on from the checkpoint before. "
             "If the same ranks are named again, test the memory and the GPUs of their hosts"
         )

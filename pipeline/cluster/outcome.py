@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,6 +19,8 @@ from typing import Literal
 from pipeline.base.files import replaced_atomically
 from pipeline.base.json_reader import saved_json
 from pipeline.base.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_WRONG_JOB
+from pipeline.base.words import after_step
+from pipeline.cluster.history import last_step, record_end
 
 OUTCOME_FILE = "outcome.json"
 Status = Literal["finished", "stopped", "failed", "wrong_job"]
@@ -58,7 +61,8 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run, or one start of it, ended. The first five fields are written to the file.
+    """How a run, or one start of it, ended. The first five fields are written to the file, and beside them
+    when that was (`time`) and the last step's `loss` and `tokens`.
 
     Attributes:
         status: ``finished``: all steps are done and saved. ``stopped``: by a signal or a time limit, with a
@@ -94,18 +98,20 @@ class Outcome:
     @property
     def words(self) -> str:
         """``failed after step 5``, ``job refused``."""
-        when = f"after step {self.step}" if self.step else "before the first step"
-        return "job refused" if self.status == "wrong_job" else f"{self.status} {when}"
+        return "job refused" if self.status == "wrong_job" else f"{self.status} {after_step(self.step)}"
 
 
-def write_outcome(output_dir: str | Path, outcome: Outcome, is_final: bool = False) -> None:
-    """Say how the run ended; atomic, so that a reader sees all of it or nothing.
+def write_outcome(
+    output_dir: str | Path, outcome: Outcome, is_final: bool = False, ends_start: bool = True
+) -> None:
+    """Say how the run ended, here and in history.jsonl; atomic, so that a reader sees all of it or nothing.
 
     Rank 0 calls it when every rank has finished, stopped or refused; a rank without an agent that fails calls
     it for itself. The first failure of a start stays, because those that follow are its consequences.
 
     Args:
         is_final: All ranks have been heard: it replaces what is there.
+        ends_start: The start is over, and no other process says so at the same time.
 
     Raises:
         OSError: the folder cannot be written.
@@ -115,8 +121,16 @@ def write_outcome(output_dir: str | Path, outcome: Outcome, is_final: bool = Fal
     earlier = read_outcome(output_dir, outcome.master_port)
     if earlier is not None and earlier.status == "failed" and not is_final:
         return
+    numbers = (last_step(path.parent) if outcome.status != "wrong_job" else None) or {}
+    content = outcome.written() | {
+        "time": round(time.time(), 3),
+        "loss": numbers.get("loss"),
+        "tokens": numbers.get("tokens"),
+    }
     with replaced_atomically(path) as file:
-        file.write(json.dumps(outcome.written()).encode() + b"\n")
+        file.write(json.dumps(content).encode() + b"\n")
+    if ends_start:
+        record_end(path.parent, outcome.status, outcome.message, outcome.exit_code)
 
 
 def record_outcome(output_dir: str | Path, outcome: Outcome) -> None:
@@ -140,7 +154,7 @@ def read_outcome(output_dir: str | Path, master_port: int) -> Outcome | None:
         values = saved_json(Path(output_dir) / OUTCOME_FILE)
     except (OSError, ValueError):
         return None
-    if not isinstance(values, dict) or set(values) != set(_WRITTEN) or not isinstance(values["status"], str):
+    if not isinstance(values, dict) or set(_WRITTEN) - set(values) or not isinstance(values["status"], str):
         return None
-    outcome = Outcome(**values)
+    outcome = Outcome(**{name: values[name] for name in _WRITTEN})
     return outcome if outcome.status in _EXIT_CODES and outcome.master_port == master_port else None

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from pipeline.base.words import cut, ranges
+from pipeline.base.words import after_step, cut, ranges
 from pipeline.data.loader import StepBatch, digest
 from pipeline.parallel.context import Parallel
 
@@ -136,7 +136,7 @@ def agree_on_start(parallel: Parallel, fingerprint: str, step: int) -> None:
             f"or for the embedded corpus the same Python version"
         )
     if odd := _unlike_first(rows[:, 1]):
-        steps = ", ".join(f"rank {rank} after step {int(rows[rank, 1])}" for rank in (0, odd[0]))
+        steps = ", ".join(f"rank {rank} {after_step(int(rows[rank, 1]))}" for rank in (0, odd[0]))
         raise StartMismatch(
             f"ranks [{ranges(odd)}] find another checkpoint to resume from than rank 0 ({steps}): "
             f"the output folder must be the same, shared one on every host"

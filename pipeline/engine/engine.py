@@ -91,13 +91,14 @@ class TrainEngine(ABC):
             batches: As many as the job's accumulation steps, whole rows (not sliced over sequence ranks).
             tokens: Unmasked labels of this step in the whole job.
         """
-        self.step += 1
-        self.clock.step = self.step
+        step = self.step + 1
+        self.clock.step = step
         self._set_documents(batches)
-        lr = self.job.schedule(self.step)
+        lr = self.job.schedule(step)
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = lr
         loss = self._train(batches, tokens).item()
+        self.step = step  # only now: what fails on the way has taken no step
         return StepResult(loss, self._grad_norm(), lr, tokens, not self.deepspeed.was_step_applied())
 
     @torch.no_grad()

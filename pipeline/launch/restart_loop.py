@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pipeline.base.command import say
 from pipeline.base.problems import EXIT_STOPPED, EXIT_WRONG_JOB, JobError
-from pipeline.base.words import counted
+from pipeline.base.words import after_step, counted
 from pipeline.checkpoints.manifest import Checkpoint
 from pipeline.checkpoints.resume import select_checkpoint
 from pipeline.cluster.agent.launch_spec import Limits
@@ -202,7 +202,8 @@ class RestartPolicy:
         self._last = _key(failure) if failure is not None and failure.kind in _OWN else None
         if same and failure is not None:
             return RestartDecision(
-                False, reason=f"not started again: the same failure after step {failure.step}, twice in a row"
+                False,
+                reason=f"not started again: the same failure {after_step(failure.step)}, twice in a row",
             )
         self._in_vain = 1 if progress else self._in_vain + 1
         if self._in_vain > self._max:

@@ -24,6 +24,7 @@ from pipeline.cluster.agent.host_inquiry import Inquiry
 from pipeline.cluster.agent.launch_spec import CoordinatorSettings, LaunchSpec
 from pipeline.cluster.agent.rank_table import signal_name
 from pipeline.cluster.forwarded_environment import deepspeed_env, forwarded, on_interface
+from pipeline.cluster.history import record_end
 from pipeline.cluster.launcher_options import LauncherOptions, words_of
 from pipeline.cluster.outcome import Outcome, clear_outcome, read_outcome, write_outcome
 from pipeline.job.world import World
@@ -136,7 +137,11 @@ def run_launch(
     else:
         outcome = coordinator.outcome
         _keep(outcome, output_dir)
+    is_told = outcome is not None
     outcome = conclude(outcome, ended, is_told_by_code=coordinator is None)
+    if is_first_host and not is_told:
+        with contextlib.suppress(OSError):  # the next start says that nobody has
+            record_end(Path(output_dir), outcome.status, "no rank has reported", outcome.exit_code)
     return replace(outcome, on_request=ended.stopped_by is not None)
 
 

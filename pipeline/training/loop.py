@@ -92,6 +92,7 @@ class Loop:
     progress: Callable[[Phase, int], object] = lambda phase, step: None
     stop_reason: str = ""
     _skipped_in_a_row: int = 0
+    _save_time: float = 0.0  # since the last step's metrics
 
     def run(self) -> Literal["finished", "stopped"]:
         """Train to the job's last step, or until some rank is asked to stop; both save.
@@ -111,7 +112,7 @@ class Loop:
             verify = step < first + VERIFIED_STEPS
             agreed = agree_on_step(self.parallel, batch, self.stop_code(), verify, self.saves.busy)
             if self.saves.outstanding and not agreed.writing:
-                self.saves.settle()
+                begin += self._timed(self.saves.settle)
             if agreed.reason is not None:
                 self.stop_reason = reason_text(agreed.reason)
                 return self._stop()
@@ -125,7 +126,7 @@ class Loop:
                 return self._stop()
             if self._is_due(step, self.job.saves.interval):
                 self.progress("saving", step)
-                self.saves.save(self.state)
+                self._timed(lambda: self.saves.save(self.state))
         self.progress("saving", self.state.step)
         self.saves.complete(self.state)
         return "finished"
@@ -134,6 +135,14 @@ class Loop:
         self.progress("saving", self.state.step)
         self.saves.complete(self.state)
         return "stopped"
+
+    def _timed(self, save: Callable[[], None]) -> float:
+        """Seconds that a save, or its end, took; the next step's metrics have them."""
+        begin = time.perf_counter()
+        save()
+        seconds = time.perf_counter() - begin
+        self._save_time += seconds
+        return seconds
 
     def _advance(self, step: int, batch: StepBatch) -> None:
         consumed = batch.first_sample + batch.num_samples
@@ -163,7 +172,10 @@ class Loop:
             tokens=self.state.tokens,
             step_time=step_time,
             data_time=self.loader.data_time,
+            save_time=round(self._save_time, 6),
+            time=now(),
         )
+        self._save_time = 0.0
         for sink in self.sinks:
             sink.step(metrics)
 
@@ -171,19 +183,27 @@ class Loop:
         """Evaluate every set, or none: a stop leaves all of it to the next start. Whether it was done."""
         self.progress("evaluating", step)
         losses: dict[str | None, tuple[float, int]] = {}
+        times: dict[str | None, tuple[float, float]] = {}
         for name, batches in self.eval_sets:
+            begin = time.perf_counter()
             found = evaluate(self.engine, self.parallel, batches, self.stop_code)
             if isinstance(found, Abandoned):
                 self.state = replace(self.state, evaluation_due=True)
                 self.stop_reason = reason_text(found.reason)
                 return False
             losses[name] = found
+            times[name] = round(time.perf_counter() - begin, 6), now()
         best = with_evaluation(self.state.best_eval_loss, step, losses)
         self.state = replace(self.state, evaluation_due=False, best_eval_loss=best)
         for name, (loss, _) in losses.items():
             for sink in self.sinks:
-                sink.evaluation(EvalMetrics(step, loss, name, best_of(best, name)))
+                sink.evaluation(EvalMetrics(step, loss, name, best_of(best, name), *times[name]))
         return True
+
+
+def now() -> float:
+    """Seconds since 1970, to the millisecond."""
+    return round(time.time(), 3)
 
 
 class Abandoned(NamedTuple):

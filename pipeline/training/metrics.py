@@ -41,6 +41,8 @@ class StepMetrics:
         mfu: Share of the device's dense peak, 0 to 1; None where the peak is not known.
         data_time: Seconds of `step_time` spent waiting for data.
         skipped: The update was not applied (overflow under fp16 loss scaling).
+        time: When the step was over, in seconds since 1970 (UTC).
+        save_time: Seconds since the step before in which training waited for a checkpoint to be saved.
     """
 
     step: int
@@ -54,6 +56,8 @@ class StepMetrics:
     mfu: float | None
     data_time: float
     skipped: bool
+    time: float = 0.0
+    save_time: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,8 @@ class EvalMetrics:
     Attributes:
         name: Of the validation set, or of the source that the documents were held out of; None where a single
             source is trained on, whose validation part needs no name.
+        eval_time: Seconds that the evaluation of this set took.
+        time: When it was over, in seconds since 1970 (UTC).
         best: The lowest of this set so far, this one included; for the console. None: not known.
     """
 
@@ -70,6 +76,8 @@ class EvalMetrics:
     eval_loss: float
     name: str | None = None
     best: Best | None = None
+    eval_time: float | None = None
+    time: float | None = None
 
 
 class MetricsSink(Protocol):

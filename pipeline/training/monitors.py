@@ -19,8 +19,8 @@ from deepspeed.monitor.config import get_monitor_config
 from deepspeed.monitor.monitor import MonitorMaster
 
 from pipeline.base.files import replaced_atomically
+from pipeline.cluster.history import METRICS_FILE
 from pipeline.training.metrics import EvalMetrics, StepMetrics
-from pipeline.training.run_files import METRICS_FILE
 from pipeline.training.tracked_runs import TRACKED, Row, Start, tracked_runs
 
 
@@ -93,7 +93,7 @@ class Monitors:
 
 def step_row(fields: Mapping[str, Any]) -> Row:
     """What is known of a step, from the fields of `StepMetrics`; `skipped` is 0 or 1."""
-    left_out = ("step", "nonfinite")
+    left_out = ("step", "time", "nonfinite")
     return {f"train/{k}": float(v) for k, v in fields.items() if k not in left_out and v is not None}
 
 

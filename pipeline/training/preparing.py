@@ -15,6 +15,7 @@ from pipeline.checkpoints.output import checkpoint_bytes
 from pipeline.checkpoints.resume import Selection, select_checkpoint
 from pipeline.checkpoints.verification import Agreed, Verifier, agree_on_checkpoint
 from pipeline.cluster.agent.rank_link import RankLink
+from pipeline.cluster.history import METRICS_FILE
 from pipeline.cluster.rank_environment import RankEnvironment
 from pipeline.data.corpus import SourceSpec
 from pipeline.data.preparation import Rules
@@ -28,7 +29,7 @@ from pipeline.job.run_settings import common_facts
 from pipeline.job.stop_file import read_stamp, stamp_of, stop_path
 from pipeline.parallel.context import Parallel
 from pipeline.training.console import Console, make_console, show_job
-from pipeline.training.run_files import METRICS_FILE, SAMPLES_FILE, unusable_metrics, unusable_samples
+from pipeline.training.run_files import SAMPLES_FILE, unusable_metrics, unusable_samples
 from pipeline.training.signals import StopRequest
 from pipeline.training.stopping import StopFile, Stopping, TimeLimit
 

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from pipeline.base.problems import EXIT_FAILED, EXIT_WRONG_JOB, JobError
+from pipeline.base.words import after_step
 from pipeline.checkpoints.output import space_problems
 from pipeline.checkpoints.resume import resume_problems
 from pipeline.cluster.agent.rank_link import Inherited, RankLink
@@ -116,7 +117,7 @@ def _fail(error: Exception, step: int, job: Job, environment: RankEnvironment, l
     if link.has_agent:  # which reports the first failure to the console, and writes the outcome
         link.failed(error, step, trace)
         return EXIT_FAILED
-    print(f"rank {environment.rank} failed after step {step}:\n{trace}", file=sys.stderr, flush=True)
+    print(f"rank {environment.rank} failed {after_step(step)}:\n{trace}", file=sys.stderr, flush=True)
     message = f"{type(error).__name__}: {error}"
     outcome = Outcome("failed", step, environment.master_port, environment.rank, message)
     record_outcome(job.output_dir, outcome)

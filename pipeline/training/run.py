@@ -3,7 +3,7 @@
 1. the data, read by each rank alone: whatever is wrong with it ends the run before ranks wait for others
 2. the process groups, which most of what follows needs
 3. the checkpoint that all ranks resume from, verified; then the data again, should it be another one
-4. the engine: model, optimizer, DeepSpeed (`pipeline.engine.build` says in which order)
+4. the start in the run's history; the engine: model, optimizer, DeepSpeed (`pipeline.engine.build`)
 5. the checkpoint's weights and optimizer state, which need the engine's parameters
 6. the run's file and tokenizer in its folder: only now it is known that the job can be built
 7. the loop, with what it reads, writes and saves (`pipeline.training.train`)
@@ -18,8 +18,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pipeline.base.problems import JobError
+from pipeline.base.words import after_step
 from pipeline.checkpoints.load import load_checkpoint, resume_from
 from pipeline.cluster.agent.rank_link import RankLink
+from pipeline.cluster.history import record_start
 from pipeline.cluster.outcome import Outcome
 from pipeline.cluster.rank_environment import RankEnvironment
 from pipeline.engine.agreement import agree_on_weights, first_reason, gather_rows
@@ -50,7 +52,7 @@ class RunFailed(Exception):
     """
 
     def __init__(self, error: Exception, step: int) -> None:
-        super().__init__(f"after step {step}: {error}")
+        super().__init__(f"{after_step(step)}: {error}")
         self.error, self.step = error, step
 
 
@@ -75,8 +77,12 @@ def run(
     if (warning := require_tested_version()) and environment.rank == 0:
         logger.warning(warning)
     prepared = prepare(job, environment, stop, link)
-    with _fails_after(prepared.state.step):
-        link.progress("building", prepared.state.step)
+    state = prepared.state
+    with _fails_after(state.step):
+        if environment.rank == 0:
+            checkpoint = prepared.selection.checkpoint
+            record_start(job, state.step, state.tokens, checkpoint.path if checkpoint else None)
+        link.progress("building", state.step)
         engine = _build(prepared)
         outcome = _load(engine, prepared)
         if environment.rank == 0:

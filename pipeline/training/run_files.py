@@ -2,7 +2,7 @@
 
 `metrics.jsonl` holds one JSON object per line. Step objects carry every field of `StepMetrics`;
 evaluation objects carry `step` and `eval_loss`, which is how a reader tells them apart, and beside them the
-`name` of their set where sets have names.
+`name` of their set where sets have names, `eval_time` and `time`.
 
 JSON has no NaN and no infinity, yet a step that fp16 loss scaling skipped has an infinite gradient
 norm. Such a value is written as ``null`` and named under an extra key that other lines do not have:
@@ -12,7 +12,7 @@ norm. Such a value is written as ``null`` and named under an extra key that othe
 ``{"step": 3, "first": 16, "samples": ["books 12", "code 7", ...]}``. `first` is the position in the order,
 and a sample is its source's name and its number there, epoch * samples per epoch + number in the epoch.
 
-The lines of a run that was stopped and resumed are those of a run that was not.
+The lines of a run that was stopped and resumed are those of a run that was not, but for times.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from pipeline.checkpoints.manifest import TrainState
 from pipeline.data.blend import Blend
 from pipeline.training.metrics import EvalMetrics, StepMetrics
 
-METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 
 
@@ -42,8 +41,7 @@ def to_json(metrics: StepMetrics | EvalMetrics) -> str:
     fields = asdict(metrics)
     if isinstance(metrics, EvalMetrics):
         del fields["best"]  # it follows from the lines before
-        if metrics.name is None:
-            del fields["name"]
+        fields = {key: value for key, value in fields.items() if value is not None}
     nonfinite = {k: str(v) for k, v in fields.items() if isinstance(v, float) and not math.isfinite(v)}
     fields.update(dict.fromkeys(nonfinite))
     if nonfinite:

@@ -50,7 +50,15 @@ class Speedometer:
     peak_flops: float | None = None
 
     def measure(
-        self, step: int, result: StepResult, *, tokens: int, step_time: float, data_time: float
+        self,
+        step: int,
+        result: StepResult,
+        *,
+        tokens: int,
+        step_time: float,
+        data_time: float,
+        save_time: float = 0.0,
+        time: float = 0.0,
     ) -> StepMetrics:
         """The metrics of a step that took `step_time` seconds; arguments as `StepMetrics` has them."""
         rate = self.tokens_per_step / step_time
@@ -67,4 +75,6 @@ class Speedometer:
             mfu=flops / self.peak_flops if self.peak_flops else None,
             data_time=data_time,
             skipped=result.skipped,
+            time=time,
+            save_time=save_time,
         )

@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 
 from pipeline.base.problems import JobError
-from pipeline.base.words import counted
+from pipeline.base.words import after_step, counted
 from pipeline.checkpoints.copies import CopiesDiffer, CopyCheck
 from pipeline.checkpoints.saver import Saver
 from pipeline.checkpoints.snapshot import set_random_state
+from pipeline.cluster.history import METRICS_FILE
 from pipeline.cluster.outcome import Outcome
 from pipeline.data.loader import BatchLoader, eval_batches
 from pipeline.data.tokenizer import Tokenizer
@@ -29,7 +30,7 @@ from pipeline.training.loop import Abandoned, EvalSet, Loop, TrainingDiverged, e
 from pipeline.training.metrics import EvalMetrics, MetricsSink, best_line
 from pipeline.training.monitors import Monitors, Start
 from pipeline.training.preparing import Prepared
-from pipeline.training.run_files import METRICS_FILE, SAMPLES_FILE, MetricsFile, SampleLog
+from pipeline.training.run_files import SAMPLES_FILE, MetricsFile, SampleLog
 from pipeline.training.saves import RunSaves
 from pipeline.training.summary import continue_hint, resume_hint
 from pipeline.training.throughput import Speedometer, peak_tflops
@@ -71,7 +72,8 @@ def train(engine: TrainEngine, prepared: Prepared) -> Outcome:
         done = loop.state.step
         prepared.link.progress("finishing", done)
         if status == "stopped":
-            stopped = f"stopped after step {done} of {prepared.job.train_steps} ({loop.stop_reason})"
+            of = f"{after_step(done)} of {prepared.job.train_steps}"
+            stopped = f"stopped {of} ({loop.stop_reason})"
             logger.info(f"{stopped}; {resume_hint(prepared.job)}")
             return Outcome("stopped", done, message=loop.stop_reason)
         _summarize(loop, prepared)

@@ -19,7 +19,9 @@ from tests.harness.job import GRACE, job_result
 PROJECT = Path(__file__).resolve().parents[2]
 SEQUENCE = 32
 # Times and rates: the only fields in which two runs of the same steps may differ.
-TIMES = frozenset({"step_time", "tokens_per_second", "tflops_per_device", "data_time", "mfu"})
+TIMES = frozenset(
+    {"step_time", "tokens_per_second", "tflops_per_device", "data_time", "mfu", "time", "save_time"}
+)
 
 # Rates and length are numbers, so that a run stopped early and continued is the same run.
 CONFIG: dict[str, Any] = {
@@ -96,6 +98,11 @@ class Workshop:
     def outcome(self, run: str) -> dict[str, Any]:
         """outcome.json."""
         return json.loads((self.folder / run / "outcome.json").read_text(encoding="utf-8"))
+
+    def history(self, run: str) -> list[dict[str, Any]]:
+        """history.jsonl: starts and ends."""
+        text = (self.folder / run / "history.jsonl").read_text(encoding="utf-8")
+        return [json.loads(line) for line in text.splitlines()]
 
     def logs(self, run: str) -> str:
         """The end of every rank's log: a launcher does not show all of them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from tests.harness import run_job
 
 STEP_FIELDS = [
     *("step", "loss", "grad_norm", "lr", "tokens", "step_time", "tokens_per_second"),
-    *("tflops_per_device", "mfu", "data_time", "skipped"),
+    *("tflops_per_device", "mfu", "data_time", "skipped", "time", "save_time"),
 ]
+EVALUATION_FIELDS = ["step", "eval_loss", "eval_time", "time"]
 STEPS = 3
 BATCH = 8
 
@@ -69,8 +71,11 @@ def test_lines_are_as_documented(alone: Report):
     assert [list(line) for line in steps] == [STEP_FIELDS] * STEPS
     assert [line["step"] for line in steps] == [1, 2, 3]
     assert [line["tokens"] for line in steps] == [BATCH * SEQUENCE * step for step in (1, 2, 3)]
-    assert [list(line) for line in alone.lines if "loss" not in line] == [["step", "eval_loss"]] * 2
+    assert [list(line) for line in alone.lines if "loss" not in line] == [EVALUATION_FIELDS] * 2
     assert [line["step"] for line in alone.lines] == [1, 2, 2, 3, 3]
+    times = [line["time"] for line in alone.lines]
+    assert times == sorted(times) and 0 <= time.time() - times[-1] < 600
+    assert all(line["eval_time"] > 0 for line in alone.lines if "eval_loss" in line)
     flops = training_flops_per_token(PRESETS["tiny"].model, SEQUENCE)
     for line in steps:
         assert line["mfu"] is None  # a CPU's peak is not known

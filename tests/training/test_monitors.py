@@ -58,7 +58,7 @@ LOSSES = {1: 101.0, 2: 102.0, 3: 103.0, 4: 104.0, 5: 205.0, 6: 206.0, 7: 207.0, 
 EVAL_LOSSES = {2: 102.25, 4: 104.25, 6: 206.25, 8: 208.25}
 NAMES = {
     *("loss", "grad_norm", "lr", "tokens", "step_time", "tokens_per_second"),
-    *("tflops_per_device", "data_time", "skipped"),
+    *("tflops_per_device", "data_time", "skipped", "save_time"),
 }
 
 

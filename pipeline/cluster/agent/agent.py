@@ -399,12 +399,13 @@ class Agent:
             self._coordinator.linger()
 
     def _write_outcome(self, folder: Path) -> None:
-        port = self._environment.master_port
+        port, is_first = self._environment.master_port, self._environment.rank == 0
         if self._outcome is not None:
-            write_outcome(folder, replace(self._outcome, master_port=port), is_final=True)
+            outcome = replace(self._outcome, master_port=port)
+            write_outcome(folder, outcome, is_final=True, ends_start=is_first)
         elif read_outcome(folder, port) is None:  # no coordinator has concluded how it ended
             outcome = Outcome("failed", self._rank.step, port, self._environment.rank, self._client.lost)
-            write_outcome(folder, outcome)
+            write_outcome(folder, outcome, ends_start=is_first)
 
     def _exit_code(self) -> int:
         outcome = self._outcome

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from pipeline.base.words import rank_list
+from pipeline.base.words import after_step, rank_list
 from pipeline.cluster.agent.rank_table import RankState, RankTable
 from pipeline.cluster.outcome import Failure
 
@@ -111,7 +111,7 @@ class HangDetector:
             return None
         self._asked = None
         found = grouped_stacks(self._stacks, [state.rank for state in running])
-        message = f"no progress for {now - table.moved:.0f} s after step {table.step} ({found.summary})"
+        message = f"no progress for {now - table.moved:.0f} s {after_step(table.step)} ({found.summary})"
         return Failure("hung", found.suspect, table.step, message, found.text, now)
 
     def _limit(self, phases: set[str]) -> float | None:

@@ -87,6 +87,8 @@ def test_ranks_get_the_rendezvous_that_is_free_where_rank_0_is(start: Start) -> 
 def test_the_first_rank_that_fails_is_named(start: Start, fault: str, message: str, text: str) -> None:
     # The others report that they have lost a peer, rank 0 before rank 1 can say a word.
     # Slow steps: on a busy machine all ranks are there before one goes.
+    history = start.folder / "history.jsonl"
+    history.write_text('{"event": "start", "start": "s", "time": 0.5, "step": 0}\n')
     start.all("100", "0.5", f"1:3:{fault}", "0:3:peer")
     pids = [rank["pid"] for rank in start.ranks()]
     began = time.monotonic()
@@ -98,6 +100,8 @@ def test_the_first_rank_that_fails_is_named(start: Start, fault: str, message: s
     assert not any(code == 0 for code in start.codes())
     assert not any(is_running(pid) for pid in pids)
     assert json.loads((start.folder / "outcome.json").read_text())["rank"] == 1
+    _, end = map(json.loads, history.read_text().splitlines())  # one, of however many agents
+    assert (end["start"], end["status"], end["reason"], end["exit_code"]) == ("s", "failed", message, 1)
 
 
 @pytest.mark.slow
