@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -49,6 +50,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if item.get_closest_marker("repeats")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_runtest_setup() -> None:
+    """References are computed in this process, beside the ranks and the other test processes: one core."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
 
 
 @functools.cache

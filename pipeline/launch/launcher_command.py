@@ -1,10 +1,15 @@
 """The exact start of the deepspeed launcher for a world: everything it would guess is said.
 
+Its runner (``deepspeed``) finds the hosts and reaches them; its launch starts the ranks of one. Where all
+ranks of this start are here, launch is started at once: the runner would first import torch, for seconds.
+
 What each of its ways to other hosts (`--launcher`) cannot start is a problem before it is tried.
 """
 
 from __future__ import annotations
 
+import base64
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +40,9 @@ def _other_name(python: Path) -> str:
     return str(other if other.exists() and other.samefile(python) else python)
 
 
-DEEPSPEED = (_other_name(Path(sys.executable)), "-m", "deepspeed.launcher.runner")
+_PYTHON = _other_name(Path(sys.executable))
+RUNNER = (_PYTHON, "-m", "deepspeed.launcher.runner")
+LAUNCH = (_PYTHON, "-u", "-m", "deepspeed.launcher.launch")
 # DeepSpeed's own default. Where hosts are started one by one, all must know it beforehand; otherwise the
 # coordinator replaces it by a port that is free on the first host.
 REMOTE_MASTER_PORT = 29500
@@ -70,68 +77,59 @@ def plan_launch(
     environment: Mapping[str, str],
     job_arguments: Sequence[str] = (),
     script: str | Path = SCRIPT,
-    deepspeed: Sequence[str] = DEEPSPEED,
 ) -> Launch:
     """The exact start of `script` on every rank of `world`.
 
     The job's arguments stand on the command line only where there is no coordinator that hands them out: with
     --no_ssh, when no shell reads it.
     """
+    is_here = world.is_local or options.no_ssh
     port = options.master_port or (free_port() if world.is_local else REMOTE_MASTER_PORT)
-    # The launcher's log of its own doings would hide the job's; what it refuses it raises, and that shows.
-    arguments = ["--log_level", "critical", *_where(options, world), *_rendezvous(options, world, port)]
-    arguments += _passed_on(options)
-    if not world.is_local and not options.no_ssh and options.launcher in (None, "pdsh"):
-        # The level does not reach the other hosts, whose launchers would print every rank's command. What
-        # this option is given goes through a shell there, which makes it two.
-        arguments += ["--enable_each_rank_log", "None --log_level=critical"]
+    # The ranks meet where the coordinator sees rank 0; this is for those that have none.
+    address = options.master_addr or (LOOPBACK if world.is_local else world.hosts[0].name.rpartition("@")[2])
+    start = _start_here(options, world) if is_here else _start_on_hosts(options, world)
     command = (
-        *deepspeed,
-        *arguments,
+        *start,
+        f"--master_addr={address}",
+        f"--master_port={port}",
+        # Its log of its own doings would hide the job's; what it refuses it raises, and that shows.
+        "--log_level=critical",
         str(script),
         encode(spec),
         *(job_arguments if options.no_ssh else ()),
     )
-    return Launch(command, _environment(world, environment, world.is_local or options.no_ssh), port)
+    return Launch(command, _environment(world, environment, is_here), port)
 
 
-def _where(options: LauncherOptions, world: World) -> list[str]:
-    """The hosts and slots, said so that the launcher cannot understand anything else."""
-    if world.hostfile is not None:
-        arguments = ["--hostfile", world.hostfile]
-        for name in ("include", "exclude", "num_nodes", "num_gpus"):
-            value = getattr(options, name)
-            if value not in (None, ""):
-                arguments += [f"--{name}", str(value)]
-        if len(world.hosts) == 1 and not world.is_local:
-            # With one host left the launcher would start the job here instead of there.
-            arguments.append("--force_multi")
-        return arguments
-    host = world.hosts[0]
-    if world.device == "cpu":
-        # It counts a CPU as one slot, and silently takes a larger number.
-        return ["--num_gpus", str(host.slots)]
-    return ["--include", f"{host.name}:{','.join(str(device) for device in host.devices)}"]
+def _start_here(options: LauncherOptions, world: World) -> tuple[str, ...]:
+    """All ranks of this machine, with their devices."""
+    slots = encode_world_info({host.name: list(host.devices) for host in world.hosts})
+    return *LAUNCH, f"--world_info={slots}", f"--node_rank={options.node_rank or 0}"
 
 
-def _rendezvous(options: LauncherOptions, world: World, port: int) -> list[str]:
-    """Given an address, the launcher asks no host for one. It is the name of the first host; the ranks meet
-    where the coordinator sees rank 0."""
-    address = options.master_addr or (LOOPBACK if world.is_local else world.hosts[0].name.rpartition("@")[2])
-    # The hosts have been checked, all of them and with a time limit; the launcher's check has neither.
-    check = [] if options.no_ssh else ["--no_ssh_check"] if world.hostfile is not None else []
-    return ["--master_port", str(port), "--master_addr", address, *check]
+def encode_world_info(devices: Mapping[str, Sequence[int]]) -> str:
+    """Device numbers by host, as the runner gives them to launch."""
+    return base64.urlsafe_b64encode(json.dumps(devices).encode()).decode()
 
 
-def _passed_on(options: LauncherOptions) -> list[str]:
-    arguments = ["--no_ssh"] if options.no_ssh else []
-    for name in ("node_rank", "launcher", "ssh_port"):
+def _start_on_hosts(options: LauncherOptions, world: World) -> tuple[str, ...]:
+    """The hosts and slots, said so that it cannot understand anything else, and how to reach them."""
+    arguments = ["--hostfile", str(world.hostfile)]
+    for name in (*_FILTERS, "launcher", "ssh_port"):
         value = getattr(options, name)
-        if value is not None:
+        if value not in (None, ""):
             arguments += [f"--{name}", str(value)]
+    if len(world.hosts) == 1:
+        # With one host left the launcher would start the job here instead of there.
+        arguments.append("--force_multi")
     if options.launcher_args is not None:
         arguments.append(f"--launcher_args={options.launcher_args}")  # it begins with a dash
-    return arguments
+    if options.launcher in (None, "pdsh"):
+        # The level does not reach the other hosts, whose launchers would print every rank's command. What
+        # this option is given goes through a shell there, which makes it two.
+        arguments += ["--enable_each_rank_log", "None --log_level=critical"]
+    # The hosts have been checked, all of them and with a time limit; the launcher's check has neither.
+    return *RUNNER, *arguments, "--no_ssh_check"
 
 
 def _environment(world: World, environment: Mapping[str, str], inherited: bool) -> dict[str, str]:

@@ -5,9 +5,11 @@ on to the ranks, on every host, through the coordinator: the launcher's own way 
 other with 30 seconds for each, data workers first, and a rank needs its peers to reach the end of a step and
 save.
 
-    launch.sh ─┬─ deepspeed runner ── deepspeed launch ─┬─ agent ── rank 0 ── data workers
-               │                                         └─ agent ── rank 1 ── data workers
+    launch.sh ─┬─ deepspeed launch ─┬─ agent ── rank 0 ── data workers
+               │                    └─ agent ── rank 1 ── data workers
                └─ coordinator, to which every agent is connected
+
+On several hosts deepspeed's runner, pdsh and ssh stand between launch.sh and deepspeed launch.
 
 pdsh gives each of its ssh clients a session of its own, in which they outlive it where a host is gone. This
 process therefore adopts what the launcher leaves behind.
@@ -214,8 +216,9 @@ def request_stop(launcher: int, number: signal.Signals = signal.SIGTERM) -> bool
 def local_ranks(launcher: int) -> list[psutil.Process]:
     """The agents of ranks that the deepspeed launcher with process id `launcher` runs on this host."""
     try:
-        below = psutil.Process(launcher).children(recursive=True)
-        return [rank for parent in below if _starts_ranks(parent) for rank in parent.children()]
+        process = psutil.Process(launcher)
+        line = [process, *process.children(recursive=True)]
+        return [rank for parent in line if _starts_ranks(parent) for rank in parent.children()]
     except psutil.NoSuchProcess:
         return []
 

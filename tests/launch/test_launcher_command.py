@@ -13,7 +13,7 @@ from pipeline.cluster.launcher_options import LauncherOptions
 from pipeline.job.options import Options, parse_options
 from pipeline.job.world import Host, World
 from pipeline.launch import launcher_command, start
-from pipeline.launch.launcher_command import Launch, plan_launch
+from pipeline.launch.launcher_command import LAUNCH, RUNNER, Launch, plan_launch
 from pipeline.launch.restart_loop import prepare
 from pipeline.launch.start import rank_variables
 
@@ -26,7 +26,7 @@ ONE_REMOTE = World((Host("h2", 8),), "cuda", None, True, "hosts")
 
 def command(options: LauncherOptions, world: World) -> str:
     job = ("--text", "a b")
-    plan = plan_launch(options, world, LaunchSpec(), {}, job, script="job.py", deepspeed=("deepspeed",))
+    plan = plan_launch(options, world, LaunchSpec(), {}, job, script="job.py")
     *line, spec = plan.command[:-2] if options.no_ssh else plan.command
     assert spec == encode(LaunchSpec())
     assert ("a b" in plan.command) == options.no_ssh and (not options.no_ssh or plan.command[-2:] == job)
@@ -34,38 +34,50 @@ def command(options: LauncherOptions, world: World) -> str:
 
 
 @pytest.mark.parametrize(
+    ("options", "world", "slots", "where"),
+    [
+        ({}, CPU, {"localhost": [0, 1]}, "--node_rank=0 --master_addr=127.0.0.1"),
+        ({"num_gpus": 2}, CPU, {"localhost": [0, 1]}, "--node_rank=0 --master_addr=127.0.0.1"),
+        ({}, GPUS, {"localhost": [2, 3]}, "--node_rank=0 --master_addr=127.0.0.1"),
+        ({}, LOCAL_FILE, {"localhost": [0, 1]}, "--node_rank=0 --master_addr=127.0.0.1"),
+        (
+            {"no_ssh": True, "node_rank": 1, "master_addr": "h1"},
+            REMOTE,
+            {"h1": [*range(8)], "h2": [*range(8)]},
+            "--node_rank=1 --master_addr=h1",
+        ),
+    ],
+)
+def test_ranks_of_this_machine_are_started_by_launch(
+    options: dict, world: World, slots: dict[str, list[int]], where: str
+) -> None:
+    from deepspeed.launcher.runner import encode_world_info
+
+    line = f"{' '.join(LAUNCH)} --world_info={encode_world_info(slots)} {where}"
+    expected = f"{line} --master_port=PORT --log_level=critical job.py"
+    assert command(LauncherOptions(**options), world) == expected
+
+
+@pytest.mark.parametrize(
     ("options", "world", "expected"),
     [
-        ({}, CPU, "--num_gpus 2 --master_port PORT --master_addr 127.0.0.1"),
-        ({"num_gpus": 2}, CPU, "--num_gpus 2 --master_port PORT --master_addr 127.0.0.1"),
-        ({}, GPUS, "--include localhost:2,3 --master_port PORT --master_addr 127.0.0.1"),
         (
-            {},
-            LOCAL_FILE,
-            "--hostfile hosts --master_port PORT --master_addr 127.0.0.1 --no_ssh_check",
-        ),
-        (
-            {"num_nodes": 2, "num_gpus": 8, "ssh_port": 2222, "launcher": "openmpi"},
+            {"num_nodes": 2, "num_gpus": 8, "ssh_port": 2222, "launcher": "openmpi", "launcher_args": "-x A"},
             REMOTE,
-            "--hostfile hosts --num_nodes 2 --num_gpus 8 --master_port PORT --master_addr h1 --no_ssh_check"
-            " --launcher openmpi --ssh_port 2222",
+            "--num_nodes 2 --num_gpus 8 --launcher openmpi --ssh_port 2222 --launcher_args=-x A"
+            " --no_ssh_check --master_addr=h1",
         ),
         (
             {"include": "h2", "master_addr": "10.0.0.2"},
             ONE_REMOTE,
-            "--hostfile hosts --include h2 --force_multi --master_port PORT --master_addr 10.0.0.2"
-            " --no_ssh_check --enable_each_rank_log None --log_level=critical",
-        ),
-        (
-            {"no_ssh": True, "node_rank": 0, "master_addr": "h1", "launcher_args": "-x A"},
-            REMOTE,
-            "--hostfile hosts --master_port PORT --master_addr h1"
-            " --no_ssh --node_rank 0 --launcher_args=-x A",
+            "--include h2 --force_multi --enable_each_rank_log None --log_level=critical"
+            " --no_ssh_check --master_addr=10.0.0.2",
         ),
     ],
 )
-def test_everything_the_launcher_would_guess_is_said(options: dict, world: World, expected: str) -> None:
-    assert command(LauncherOptions(**options), world) == f"deepspeed --log_level critical {expected} job.py"
+def test_everything_the_runner_would_guess_is_said(options: dict, world: World, expected: str) -> None:
+    line = f"{' '.join(RUNNER)} --hostfile hosts {expected} --master_port=PORT --log_level=critical job.py"
+    assert command(LauncherOptions(**options), world) == line
 
 
 HARD_TO_PASS = ("a b", "'", '"', "$HOME", "`id`", "x;true", "a&b", "%n %h", '{"a": 1}', "\\", "\n", "ü")
