@@ -151,7 +151,7 @@ class WandbRun:
         self._held = record.sent_step if self._run.offline else self._run.starting_step - 1
         for step, row in history:
             self.log(step, row)
-        for path in unsent:
+        for path in unsent if not self._run.disabled else ():  # WANDB_MODE=disabled records nothing
             path.with_name(path.name + SENT).touch()
 
     def log(self, step: int, row: Row, *, late: bool = False) -> None:

@@ -39,6 +39,14 @@ class Wandb(SimpleNamespace):
         self, entity=None, project=None, dir=None, id=None, *, group=None, mode=None, resume=None
     ) -> Any:
         self.inits.append({"entity": entity, "project": project, "group": group, "id": id, "resume": resume})
+        if self.settings.mode == "disabled":
+            return SimpleNamespace(
+                offline=False,
+                disabled=True,
+                starting_step=0,
+                log=lambda row, step: None,
+                finish=lambda exit_code: None,
+            )
         offline = (mode or self.settings.mode) == "offline"
         if not offline and not self.online:
             raise self.Error("Failed to get resume status\nno such host")
@@ -59,7 +67,7 @@ class Wandb(SimpleNamespace):
 
 class Run:
     def __init__(self, rows: list, record: Path, offline: bool) -> None:
-        self.offline, self._rows, self._record = offline, rows, record
+        self.offline, self.disabled, self._rows, self._record = offline, False, rows, record
         self.starting_step = rows[-1][0] + 1 if rows else 0
 
     def log(self, data: dict, step: int) -> None:
@@ -133,6 +141,15 @@ def test_wandb_has_one_run_with_each_step_once(wandb, tmp_path, fate, synced):
     given = {(call["entity"], call["project"], call["group"], call["id"]) for call in wandb.inits}
     assert given == {("t", "p", "g", run_id)}
     assert json.loads((tmp_path / "monitors.json").read_text())["id"] == run_id
+
+
+def test_a_start_with_wandb_switched_off_loses_nothing_of_those_before(wandb, tmp_path):
+    job = Job(tmp_path, BLOCKS)
+    for wandb.settings.mode, first, last in (("offline", 1, 6), ("disabled", 5, 9), ("offline", 8, 12)):
+        job.start(first, last)
+    wandb.sync(tmp_path)
+    (rows,) = wandb.server.values()
+    assert steps(rows) == list(range(1, 13))
 
 
 def test_a_run_from_the_first_step_is_another_run(wandb, tmp_path):
