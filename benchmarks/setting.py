@@ -78,7 +78,7 @@ class Setting:
         if document.problems:
             raise JobError(document.problems)
         values = merged(document.values, self._json(), changes or {})
-        values.pop("scheduler", None)  # a constant rate
+        values["scheduler"] = None  # a constant rate
         if self.precision == "bf16" and values["zero_optimization"]["stage"] == 0:
             values["data_types"] = {"grad_accum_dtype": "bf16"}  # all that DeepSpeed does at stage 0
         Path(self.folder).mkdir(parents=True, exist_ok=True)

@@ -133,7 +133,8 @@ class Field:
     Attributes:
         forms: The types that its value may have.
         auto: The string "auto" leaves the value to the run.
-        nullable: None is a value, in Python; in JSON the key is then left out.
+        nullable: None is a value, in Python; in JSON the key is then left out, or null where that has a
+            meaning of its own (``null`` among the details).
         default: What holds when it is absent; MISSING: it is required.
         meaning: What it does.
         details: What else the record's reader needs to know.
@@ -168,7 +169,12 @@ class Field:
     @property
     def words(self) -> str:
         """The types, in words."""
-        return " or ".join(form.words for form in self.forms)
+        return " or ".join([*(form.words for form in self.forms), *(["null"] if self.takes_null else [])])
+
+    @property
+    def takes_null(self) -> bool:
+        """Whether null in JSON is a value, and not that of an absent key."""
+        return self.nullable and "null" in self.details
 
     @property
     def is_path(self) -> bool:
@@ -288,6 +294,8 @@ def path_problem(field: Field, value: object, where: str) -> Problem | None:
 def type_problem(field: Field, value: object, where: str) -> Problem | None:
     """Whether a value has none of the field's types."""
     if (value == AUTO and field.auto) or any(form.fits(value) for form in field.forms):
+        return None
+    if value is None and field.takes_null:
         return None
     remedy = remedy_for(field)
     if isinstance(value, str):

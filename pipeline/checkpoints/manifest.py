@@ -36,10 +36,9 @@ from pipeline.base.problems import job_error
 from pipeline.checkpoints.files import ALGORITHMS, digest_of
 from pipeline.checkpoints.lineage import Branches, parse_branches, read_lineage
 from pipeline.job.job import Job
-from pipeline.job.run_file import CHECKPOINTS
+from pipeline.job.run_file import CHECKPOINTS, MANIFEST
 from pipeline.job.run_settings import settings_of
 
-MANIFEST = "manifest.json"
 SHARDS = "shards.json"
 FORMAT = 2
 CHOOSE_ANOTHER = "Name another checkpoint with --resume PATH, or use another --output_dir"

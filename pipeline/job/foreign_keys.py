@@ -487,7 +487,7 @@ _BY_VALUE: dict[str, dict[str, str]] = {
     "lr_decay_style": {
         "cosine": '"scheduler": {"type": "CosineWithFloor"}',
         "linear": '"scheduler": {"type": "WarmupDecayLR"}',
-        "constant": '"scheduler": {"type": "WarmupLR"}',
+        "constant": '"scheduler": null, or {"type": "WarmupLR"} for a warm-up before it',
     },
     "precision": {
         "fp16": '"fp16": {"enabled": true}',

@@ -12,14 +12,20 @@ from typing import Any, Literal
 
 from pipeline.base.fields import AUTO, MISSING, Field, Undecided, remedy_for, value_problem, whole
 from pipeline.base.problems import Problem
-from pipeline.base.words import did_you_mean
+from pipeline.base.words import counted, did_you_mean
 from pipeline.job.facts import Facts, known
 from pipeline.job.foreign_keys import Foreign, never, only
 from pipeline.job.job import Batch, OptimizerConfig, Resolved
 from pipeline.job.models import TrainingDefaults
-from pipeline.job.schedules import SCHEDULES, ConstantLR, LearningRate, parameters
+from pipeline.job.schedules import SCHEDULES, ConstantLR, LearningRate, WarmupCosineLR, parameters
 from pipeline.job.schema import KEYS, Scheduler
 
+# Where the JSON has none, and in the recipes: linear warm-up and a cosine down to a tenth (Brown et al. 2020,
+# appendix B), which is as long as the run (Hoffmann et al. 2022, appendix B).
+USUAL_SCHEDULE = Scheduler(
+    "WarmupCosineLR",
+    {"warmup_num_steps": AUTO, "total_num_steps": AUTO, "warmup_type": "linear", "cos_min_ratio": 0.1},
+)
 # Stands in for a run of unknown length: longer than any phase of a schedule.
 ENDLESS = 10**12
 USUAL = "usual for this model"
@@ -35,12 +41,15 @@ class Learning:
     problems: tuple[Problem, ...]
 
 
-def resolve_learning(facts: Facts, train_steps: int | None, batch: Batch | None) -> Learning:
+def resolve_learning(
+    facts: Facts, train_steps: int | None, batch: Batch | None, was_constant: bool = False
+) -> Learning:
     """Build both. An SGD without a rate of its own is left to its rule.
 
     Args:
         train_steps: None if the run's length has a problem of its own. The schedule's parameters are
             checked all the same.
+        was_constant: A JSON without a scheduler continues a run that had none: its rate stays constant.
 
     Raises:
         Undecided: a key or the batch that is needed has a problem of its own.
@@ -48,8 +57,9 @@ def resolve_learning(facts: Facts, train_steps: int | None, batch: Batch | None)
     lr, betas = facts.config.optimizer.params.lr, facts.config.optimizer.params.betas
     if betas != AUTO and len(betas) != 2:
         raise Undecided("optimizer.params.betas")
+    is_absent = facts.settings.absent("scheduler")
     result = build_schedule(
-        facts.config.scheduler,
+        USUAL_SCHEDULE if is_absent and not was_constant else facts.config.scheduler,
         optimizer_lr=None if lr == AUTO else lr,
         train_steps=train_steps or ENDLESS,
         defaults=facts.defaults,
@@ -59,7 +69,7 @@ def resolve_learning(facts: Facts, train_steps: int | None, batch: Batch | None)
     if train_steps is None or schedule is None or (facts.optimizer == "SGD" and lr == AUTO):
         errors = tuple(problem for problem in result.problems if problem.severity == "error")
         return Learning(None, None, (), errors)
-    notes = list(result.resolved)
+    notes = [*_chosen(schedule, result.resolved)] if is_absent else list(result.resolved)
     schedule = _scaled(facts, schedule, batch, notes)
     try:
         optimizer = _optimizer(facts, schedule.peak, notes)
@@ -69,6 +79,19 @@ def resolve_learning(facts: Facts, train_steps: int | None, batch: Batch | None)
     if lr == AUTO and note is not None and note not in notes:
         notes.insert(0, note)
     return Learning(schedule, optimizer, tuple(notes), result.problems)
+
+
+def _chosen(schedule: LearningRate, resolved: tuple[Resolved, ...]) -> Iterator[Resolved]:
+    """What was resolved for a JSON without a scheduler: one note instead of one for each parameter."""
+    yield from (note for note in resolved if not note.key.startswith("scheduler."))
+    if isinstance(schedule, WarmupCosineLR):
+        warmup = f"{counted(schedule.warmup_num_steps, 'step')} of linear warm-up"
+        shape = f"{warmup}, half a cosine to a tenth of the peak at the last"
+        reason = f'usual for GPTs: {shape}; "scheduler": null is a constant rate'
+        yield Resolved("scheduler", str(schedule.type), reason)
+    else:
+        reason = "as in the checkpoint; a scheduler in the JSON replaces it"
+        yield Resolved("scheduler", "a constant rate", reason)
 
 
 def _scaled(facts: Facts, schedule: LearningRate, batch: Batch | None, notes: list[Resolved]) -> LearningRate:
@@ -173,7 +196,7 @@ def build_schedule(
     """The schedule that the block describes; the constant rate without one.
 
     Args:
-        block: None if the JSON has none.
+        block: None for the constant rate.
         optimizer_lr: ``optimizer.params.lr`` if it is a number; None for "auto" or absent.
         train_steps: Length of the run.
         defaults: The model's usual settings, None if it has none.

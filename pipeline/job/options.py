@@ -303,7 +303,12 @@ _OFF = ("false", "0", "no", "none")
 # How values begin that others give a key, and how they are called here; "": anything else.
 _VALUES_OF_OTHERS = {
     "optimizer.type": {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"},
-    "scheduler.type": {"cosine": "WarmupCosineLR", "linear": "WarmupDecayLR", "constant": "WarmupLR"},
+    "scheduler.type": {
+        "cosine": "WarmupCosineLR",
+        "linear": "WarmupDecayLR",
+        "constant_with": "WarmupLR",
+        "constant": "null",
+    },
     "activation_checkpointing.mode": {**dict.fromkeys(_OFF, "none"), "selective": "selective", "": "full"},
     "fp16.enabled": {**dict.fromkeys(_OFF, "false"), "": "true"},
     "bf16.enabled": {**dict.fromkeys(_OFF, "false"), "": "true"},
@@ -317,6 +322,7 @@ def _of_others(name: str, values: Sequence[str]) -> tuple[str, str] | None:
     if key := _KEYS_OF_OTHERS.get(name, keys[0] if len(keys) == 1 else None):
         known = _VALUES_OF_OTHERS.get(key, {"": value or "VALUE"})
         given = next((here for there, here in known.items() if value.lower().startswith(there)), "VALUE")
+        key = "scheduler" if given == "null" else key
         choice = f", VALUE one of {', '.join(KEYS[key].choices)}" if key in _VALUES_OF_OTHERS else ""
         choice = choice if given == "VALUE" else ", or write it there"
         return f"is {key} of the DeepSpeed JSON", f"Give --set {key}={given}{choice}"

@@ -103,7 +103,8 @@ def _key_row(path: str, key: Field) -> tuple[str, ...]:
 
 def _type(key: Field) -> str:
     """``int >= 1 or "auto"``."""
-    return " or ".join([*(_form(form) for form in key.forms), *(['"auto"'] if key.auto else [])])
+    words = [*(['"auto"'] if key.auto else []), *(["null"] if key.takes_null else [])]
+    return " or ".join([*(_form(form) for form in key.forms), *words])
 
 
 def _form(form: Form) -> str:

@@ -42,7 +42,7 @@ from pipeline.job.model_source import (
 )
 from pipeline.job.options import Options, option_problems
 from pipeline.job.rules import check_rules
-from pipeline.job.run_file import folder_problems, identity, restart_problems
+from pipeline.job.run_file import folder_problems, had_constant_rate, identity, restart_problems
 from pipeline.job.schedules import LearningRate
 from pipeline.job.schema import DEEPSPEED_DEFAULTS
 from pipeline.job.stages import partition
@@ -270,7 +270,10 @@ def _learning(facts: Facts, draft: Draft) -> None:
     Raises:
         JobError: errors and warnings of the schedule; what could be built is in the draft.
     """
-    learning = resolve_learning(facts, draft.train_steps, draft.batch)
+    was_constant = facts.settings.absent("scheduler") and had_constant_rate(
+        facts.options, Path(output_folder(facts.options, facts.model.name))
+    )
+    learning = resolve_learning(facts, draft.train_steps, draft.batch, was_constant)
     draft.resolved += learning.resolved
     draft.schedule, draft.optimizer = learning.schedule, learning.optimizer
     if learning.problems:

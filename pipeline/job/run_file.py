@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ REPLACED, LEFT_BEHIND = ".partial.replaced", ".left_behind"
 MOVED_ASIDE = rf"({re.escape(REPLACED)}|{re.escape(LEFT_BEHIND)}\d*)?"
 CHECKPOINT_NAME = re.compile(rf"global_step(0|[1-9]\d*){MOVED_ASIDE}")
 TOKENIZER_FOLDER = "tokenizer"
+# Of a checkpoint: written last, it has what it holds and the settings it was trained with.
+MANIFEST = "manifest.json"
 
 
 def identity(options: Options, model: ModelConfig, sequence_length: int, tokenizer: str) -> dict[str, Any]:
@@ -84,6 +87,24 @@ def restart_problems(folder: Path, resume: str) -> list[Problem]:
         return [Problem("output_dir", str(checkpoints), rule, "See to its permissions")]
     rule = f"{checkpoints} holds checkpoints, and a new start would overwrite them"
     return [Problem("resume", resume, rule, "Use --resume auto, or another --output_dir")]
+
+
+def had_constant_rate(options: Options, folder: Path) -> bool:
+    """Whether the checkpoint that a run in `folder` resumes from was trained at a constant rate, as far as
+    names tell. Each host has its manifest, also where only one has run.json."""
+    if options.resume == "never":
+        return False
+    paths = [Path(options.resume)]
+    if options.resume == "auto":
+        found = [
+            (CHECKPOINT_NAME.fullmatch(path.name), path)
+            for path in (folder / CHECKPOINTS).glob("global_step*")
+        ]
+        paths = [path for _, path in sorted(((int(m[1]), p) for m, p in found if m), reverse=True)]
+    for path in paths:
+        with suppress(OSError, ValueError, KeyError, TypeError):  # another one may be resumed from
+            return saved_json(path / MANIFEST)["settings"]["scheduler.type"] is None
+    return False
 
 
 def _differences(saved: dict[str, Any], wanted: dict[str, Any]) -> list[str]:

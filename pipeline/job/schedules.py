@@ -126,7 +126,7 @@ def half_cosine(fraction: float) -> float:
 
 @dataclass(frozen=True)
 class ConstantLR(LearningRate):
-    """The optimizer's rate at every step: what no ``scheduler`` block means."""
+    """The optimizer's rate at every step: ``"scheduler": null``."""
 
     lr: float
     rates: ClassVar[tuple[str, ...]] = ("lr",)

@@ -290,7 +290,10 @@ class DeepSpeedConfig(Record):
     )
     optimizer: Optimizer = described(Optimizer, "torch's optimizer. Absent: AdamW with the model's defaults.")
     scheduler: Scheduler | None = described(
-        None, "Learning rate as a function of the step. Absent: constant."
+        None,
+        "Learning rate by the step. Absent: linear warm-up, half a cosine to a tenth of the peak; "
+        "null: constant.",
+        null="constant",
     )
     lr_scaling: LrScaling = described(LrScaling, "Scale the learning rate with the batch.")
     pipeline: Pipeline = described(Pipeline, "Pipeline parallelism.")
@@ -347,6 +350,7 @@ DEEPSPEED_DEFAULTS: dict[str, Any] = {
     "optimizer.params.lr": 1e-3,
     "optimizer.params.betas": (0.9, 0.999),
     "optimizer.params.weight_decay": 0,
+    "scheduler": "a constant rate",
     "scheduler.params.cycle_momentum": True,
 }
 

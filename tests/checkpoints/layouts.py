@@ -19,7 +19,7 @@ OPTIMIZERS = {
     "SGD": {"type": "SGD", "params": {"lr": 0.1}},
     "momentum": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
 }
-CONFIG: dict[str, Any] = {"train_batch_size": 8, "gradient_clipping": 1.0}
+CONFIG: dict[str, Any] = {"train_batch_size": 8, "gradient_clipping": 1.0, "scheduler": None}
 SMALL = replace(
     MODEL, num_layers=3, num_heads=4, num_kv_heads=4, head_dim=4, max_position_embeddings=SEQUENCE
 )

@@ -43,6 +43,7 @@ CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_clipping": 1.0,
     "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    "scheduler": None,
 }
 
 

@@ -22,6 +22,7 @@ CONFIG = {
     "train_batch_size": 4,
     "zero_optimization": {"stage": 3},
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "scheduler": None,
 }
 
 

@@ -75,6 +75,7 @@ def test_the_world_size_belongs_to_the_check() -> None:
         ("--optim adamw_torch", "is optimizer.type of the DeepSpeed JSON", "--set optimizer.type=AdamW"),
         ("--optim lion", "is optimizer.type of the DeepSpeed JSON", "VALUE one of AdamW, Adam, SGD"),
         ("--lr_scheduler_type cosine", "is scheduler.type of the", "--set scheduler.type=WarmupCosineLR"),
+        ("--lr_scheduler_type constant", "of the DeepSpeed JSON", "Give --set scheduler=null, or write it"),
         ("--resume_from_checkpoint True", "has another name here", "Give --resume auto"),
         ("--train_file a b", "has another name here", "Give --data a b"),
         ("--no-strict", "there is no such option", "--strict is off unless given"),

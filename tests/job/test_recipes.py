@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,12 @@ NEEDS_CUDA = {"fp16_v100.json"}
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
 def test_resolves_on_a_cluster(path: Path, tmp_path: Path) -> None:
     options = Options(deepspeed_config=str(path), output_dir=str(tmp_path))
-    job = resolve(options, world_from_hostfile(str(PROJECT / "hostfiles" / "a100x4")))
+    ranks = world_from_hostfile(str(PROJECT / "hostfiles" / "a100x4"))
+    job = resolve(options, ranks)
     assert (job.mesh.world_size, job.model.name, job.problems) == (32, "gpt2-124m", ())
     assert job.batch.train_batch_size == 512
+    (minimal := tmp_path / "minimal.json").write_text("{}", encoding="utf-8")
+    assert resolve(replace(options, deepspeed_config=str(minimal)), ranks).schedule == job.schedule
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline.base.problems import JobError
 from pipeline.job.options import Options
 from pipeline.job.resolve import config_path, examine, resolve
+from pipeline.job.schedules import ConstantLR, WarmupCosineLR
 from pipeline.parallel.mesh import Mesh
 from tests.job.drafts import A100, V100, draft, found, world
 
@@ -114,10 +117,65 @@ def test_every_auto_is_printed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("rule", "factor"), [("linear", 4.0), ("sqrt", 2.0), ("none", 1.0)])
 def test_lr_scaling(rule: str, factor: float, tmp_path: Path) -> None:
     scaling = {"rule": rule, "base_batch_size": 4} if rule != "none" else {"rule": rule}
-    config = {"train_batch_size": 16, "optimizer": {"params": {"lr": 0.001}}, "lr_scaling": scaling}
+    rate = {"optimizer": {"params": {"lr": 0.001}}, "scheduler": None}
+    config = {"train_batch_size": 16, **rate, "lr_scaling": scaling}
     job = draft(tmp_path, config).job
     assert job is not None
     assert math.isclose(job.optimizer.lr, 0.001 * factor) and math.isclose(job.schedule(7), 0.001 * factor)
+
+
+RATE = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+
+
+@pytest.mark.parametrize("config", [{}, {"optimizer": {"params": {"lr": "auto"}}}, RATE])
+@pytest.mark.parametrize(("steps", "warmup"), [(1500, 100), (300, 30), (10, 1), (1, 0)])
+def test_without_a_scheduler_there_is_the_usual_one(
+    config: dict[str, Any], steps: int, warmup: int, tmp_path: Path
+) -> None:
+    job = draft(tmp_path, config, train_steps=steps).job
+    assert job is not None
+    peak = 0.1 if config is RATE else 5e-3
+    assert job.schedule == WarmupCosineLR(peak, steps, warmup, 0.0, 0.1, "linear")
+    (note,) = [note for note in job.resolved if note.key.startswith("scheduler")]
+    assert f"{warmup} step" in note.reason and '"scheduler": null is a constant rate' in note.reason
+    assert job.schedule(1) > 0 and math.isclose(job.schedule(steps), peak / 10)
+
+
+def test_a_scheduler_that_is_null_is_the_constant_rate(tmp_path: Path) -> None:
+    for job in (draft(tmp_path, {"scheduler": None}).job, draft(tmp_path, {}, set=("scheduler=null",)).job):
+        assert job is not None and job.schedule == ConstantLR(5e-3)
+        assert not any(note.key.startswith("scheduler") for note in job.resolved)
+
+
+@pytest.mark.parametrize(
+    ("saved", "config", "options", "is_constant"),
+    [
+        ({2: None}, {}, {}, True),
+        ({2: "WarmupLR", 10: None}, {}, {}, True),
+        ({2: None, 10: "WarmupCosineLR"}, {}, {}, False),
+        ({2: None, 10: "unreadable"}, {}, {}, True),
+        ({2: "WarmupLR", 10: None}, {}, {"resume": "global_step2"}, False),
+        ({2: None}, {"scheduler": {"type": "WarmupLR"}}, {}, False),
+    ],
+)
+def test_a_run_without_a_schedule_continues_without_one(
+    saved: dict[int, str | None],
+    config: dict[str, Any],
+    options: dict[str, str],
+    is_constant: bool,
+    tmp_path: Path,
+) -> None:
+    checkpoints = tmp_path / "run" / "checkpoints"
+    for step, kind in saved.items():
+        (folder := checkpoints / f"global_step{step}").mkdir(parents=True)
+        text = json.dumps({"settings": {"scheduler.type": kind}}) if kind != "unreadable" else "{"
+        (folder / "manifest.json").write_text(text)
+    options = {key: str(checkpoints / value) for key, value in options.items()}
+    job = draft(tmp_path, config, **options).job
+    assert job is not None
+    assert (job.schedule == ConstantLR(5e-3)) is is_constant
+    notes = [note.reason for note in job.resolved if note.key == "scheduler"]
+    assert any("as in the checkpoint" in reason for reason in notes) is is_constant
 
 
 def test_train_tokens_round_up_to_steps(tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ def nested(path: str, value: Any) -> dict[str, Any]:
         ("optimizer.params.eps", 0, "must be above 0"),
         ("optimizer.params.betas", [0.9, "x"], "must be a list of numbers"),
         ("scheduler.type", "WarmupLr", "must be one of WarmupLR"),
+        ("scheduler", 3, "must be an object {...} or null, not a number"),
         ("pipeline.partition", "best", "one of parameters, uniform or a list of whole numbers"),
         ("pipeline.stages", 0, "must be at least 1"),
         ("gradient_allreduce_op", "sum", "the loss is the mean over the tokens"),

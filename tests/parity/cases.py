@@ -189,6 +189,7 @@ class Case:
             "gradient_accumulation_steps": self.accumulation,
             "gradient_clipping": self.clip,
             "optimizer": {"type": _OPTIMIZERS[self.optimizer][0], "params": params},
+            "scheduler": None,
             "zero_optimization": {**zero, **self.zero_options},
             "bf16": {"enabled": self.precision == "bf16"},
             **(
