@@ -3,7 +3,7 @@
 #
 #   tests/run.sh --core      the heart of it: order of imports, base, job, model, all four kinds of parallelism
 #                            at once, two mutations, one run that is stopped and resumed (90 seconds)
-#   tests/run.sh --fast      all tests but those marked slow (3 minutes)
+#   tests/run.sh --fast      all tests but those marked slow or multihost (3 minutes)
 #   tests/run.sh             all tests but those marked repeats; what CI runs (18 minutes on two cores)
 #   tests/run.sh --all       all tests: further pairs of layouts, the benchmarks' own runs
 #
@@ -61,7 +61,7 @@ core)
         "tests/end_to_end/test_exact_resume.py::test_stopped_and_resumed_is_equal_to_the_last_bit[zero 1, dropout]"
     )
     ;;
-fast) selection=(-m "not slow") ;;
+fast) selection=(-m "not slow and not multihost") ;;
 all) selection=(--repeats) ;;
 esac
 

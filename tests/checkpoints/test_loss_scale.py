@@ -19,6 +19,7 @@ from pipeline.job.job import Job
 from pipeline.parallel.context import Parallel
 from tests.checkpoints.saved_runs import find_checkpoint
 from tests.checkpoints.small import TIMEOUT, job, save_checkpoint, start, train
+from tests.covering import first_fast
 from tests.harness import run_ranks
 from tests.parity.ranks import Slice, allow_fp16, slices
 
@@ -41,15 +42,19 @@ DUALPIPEV, DUALPIPEV_1 = (
     {**zero, "pipeline": {"stages": 2, "schedule": "dualpipev"}, "train_batch_size": 8}
     for zero in (ZERO_0, ZERO_1)
 )
-WITHOUT_ZERO = ((STAGES, STAGES), (ZERO_0, ZERO_1), (ZERO_1, ZERO_0), (STAGES, STAGES_1), (ZERO_3, DUALPIPEV))
+CHANGES = (
+    *((ZERO_1, STAGES_1), (STAGES_1, ZERO_1), (ZERO_1, ZERO_3)),
+    *((STAGES, STAGES), (ZERO_0, ZERO_1), (ZERO_1, ZERO_0), (STAGES, STAGES_1), (ZERO_3, DUALPIPEV)),
+)
 
 
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        *((same, same) for same in (ZERO_0, ZERO_1, ZERO_2, ZERO_3, STAGES_1)),
-        *((ZERO_1, STAGES_1), (STAGES_1, ZERO_1), (ZERO_1, ZERO_3), (ZERO_3, DUALPIPEV_1)),
-        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in WITHOUT_ZERO),
+        (ZERO_1, ZERO_1),
+        (ZERO_3, DUALPIPEV_1),
+        *(pytest.param(same, same, marks=pytest.mark.slow) for same in (ZERO_0, ZERO_2, ZERO_3, STAGES_1)),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in CHANGES),
     ],
 )
 def test_its_state_continues_as_the_json_says(first: dict, second: dict, tmp_path: Path):
@@ -86,7 +91,9 @@ def scalers_around_changes(before: Job, same: Job, other: Job, fixed: Job) -> li
     return [*scales, [_scaler(engine), *_scales(engine)]]
 
 
-@pytest.mark.parametrize(("first", "second"), [(ZERO_1, ZERO_1), (ZERO_1, ZERO_3), (ZERO_0, ZERO_0)])
+@pytest.mark.parametrize(
+    ("first", "second"), first_fast([(ZERO_1, ZERO_3), (ZERO_1, ZERO_1), (ZERO_0, ZERO_0)], 1)
+)
 def test_overflows_stay_counted(first: dict, second: dict, tmp_path: Path):
     shown = {"enabled": True, "initial_scale_power": 40, "hysteresis": 3}
     jobs = [
@@ -112,7 +119,7 @@ def counts_after_overflows(before: Job, *afters: Job) -> list[dict[str, Any]]:
     return [_counts(engine), *(_counts(_resumed(after)) for after in afters)]
 
 
-@pytest.mark.parametrize("layout", [ZERO_0, STAGES, pytest.param(DUALPIPEV, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", first_fast([STAGES, ZERO_0, DUALPIPEV], 1))
 def test_a_resumed_run_is_the_one_that_never_stopped(layout: dict, tmp_path: Path):
     """To the bit: losses, norms and masters; the scale, which doubles at the first step after the save."""
     same = job(tmp_path, device="cuda", **layout, fp16=FP16, optimizer=ADAM)

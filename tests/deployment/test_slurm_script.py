@@ -162,6 +162,7 @@ def test_a_second_warning_is_no_kill(cluster: Cluster) -> None:
     assert (cluster.folder / "scancelled").read_text() == "--signal=TERM 7\n"
 
 
+@pytest.mark.slow
 def test_a_warning_before_the_start_puts_the_job_back_at_once(cluster: Cluster) -> None:
     job = cluster.submit(*JOB, SLOW="yes")
     cluster.wait_for("asked")
@@ -207,10 +208,15 @@ def test_without_a_warning_the_exit_code_is_the_launches(cluster: Cluster, code:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--seq_length", "-1"], "seq_length"),
         (["--num_nodes", "1"], "sbatch --nodes"),
-        (["-e", "h2"], "sbatch --nodes"),
-        (["--max_restarts", "1"], "max_restarts"),  # which a launch without --no_ssh would take
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (
+                (["--seq_length", "-1"], "seq_length"),
+                (["-e", "h2"], "sbatch --nodes"),
+                (["--max_restarts", "1"], "max_restarts"),  # which a launch without --no_ssh would take
+            )
+        ),
     ],
 )
 def test_a_wrong_job_starts_nothing(cluster: Cluster, arguments: list[str], words: str) -> None:

@@ -55,9 +55,9 @@ THREE = {
 }
 CASES = (
     Case("zero 1, dropout", 2, zero(1), DROPOUT, slow=False),
-    Case("1f1b", 2, {"pipeline": {"stages": 2}}, slow=False),
+    Case("1f1b", 2, {"pipeline": {"stages": 2}}, repeats=True),
     Case("zero 3", 2, zero(3), repeats=True),
-    Case("one rank", 1),
+    Case("one rank", 1, repeats=True),
     Case("zero 0", 2, repeats=True),
     Case("zero 0, accumulation", 2, {"train_micro_batch_size_per_gpu": 1}, DROPOUT, repeats=True),
     Case("zero 2, accumulation", 2, {**zero(2), "train_micro_batch_size_per_gpu": 1}),

@@ -58,6 +58,7 @@ def test_a_loss_that_is_no_number_stops_every_rank(config: dict, shop: Workshop)
     assert [line["step"] for line in shop.steps("run")] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_a_weight_that_tensor_ranks_do_not_have_alike_is_not_saved(shop: Workshop):
     config = shop.config(tensor_parallel={"autotp_size": 2})
     arguments = shop.arguments("run", config, "--save_interval", "2", steps=5)
@@ -85,8 +86,11 @@ def test_ranks_that_read_other_texts_are_named(shop: Workshop):
 
 @pytest.mark.parametrize(
     "config",
-    [TWO_STAGES, {"tensor_parallel": {"autotp_size": 2}}, {"sequence_parallel_size": 2}],
-    ids=["pipeline", "tensor", "sequence"],
+    [
+        pytest.param(TWO_STAGES, id="pipeline"),
+        pytest.param({"tensor_parallel": {"autotp_size": 2}}, id="tensor", marks=pytest.mark.slow),
+        pytest.param({"sequence_parallel_size": 2}, id="sequence", marks=pytest.mark.slow),
+    ],
 )
 def test_peers_that_read_other_samples_are_named(config: dict, shop: Workshop):
     result = run_faulty_job(shop.arguments("run", shop.config(**config)), 2, read_elsewhere, 1)
@@ -122,7 +126,7 @@ def test_ranks_that_find_another_checkpoint_are_named(shop: Workshop):
     ],
 )
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.repeats), 1])
 def test_a_rank_that_raises_takes_the_others_along(target: str, victim: int, shop: Workshop):
     arguments = shop.arguments("run", shop.config(), "--sample_tokens", "3")
     begin = time.monotonic()

@@ -36,7 +36,7 @@ def test_the_list_of_recipes_is_not_empty():
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if name not in ("zero1", "tensor") else ())
+        pytest.param(name, marks=pytest.mark.slow if name != "zero1" else ())
         for name in RECIPES
         if name not in NEED_A_GPU
     ],

@@ -39,7 +39,13 @@ def saves_fail(_: list[str], rank: int, victim: int, steps: tuple[int, ...], sto
     PlannedFiles.write = fail
 
 
-@pytest.mark.parametrize("mode", [(), ("--async_save",)], ids=["at once", "in the background"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param((), id="at once", marks=pytest.mark.slow),
+        pytest.param(("--async_save",), id="in the background"),
+    ],
+)
 def test_a_run_goes_on_without_a_checkpoint_that_failed(mode: tuple, shop: Workshop):
     arguments = shop.arguments("run", shop.config(), "--save_interval", "1", *mode, steps=4)
     result = run_faulty_job(arguments, 2, saves_fail, 1, (2, 3))
@@ -136,6 +142,7 @@ def test_a_stop_file_stops_and_is_gone_for_the_next_start(shop: Workshop):
     assert len(shop.steps("run")) == 4
 
 
+@pytest.mark.slow
 def test_a_stop_file_of_several_jobs_stays_and_does_not_stop_the_next_start(shop: Workshop):
     path = shop.folder / "STOP_ALL"
     arguments = shop.arguments("run", shop.config(), "--stop_file", str(path), steps=4)

@@ -83,12 +83,6 @@ def check(layout: str, kinds: tuple[str, ...], folders: dict[str, Path], tmp_pat
         assert torch.equal(logits_of_transformers(out, TOKENS), expected), kind
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("layout", "kind"), [("tp2", "llama"), ("dp2 zero3", "gpt2")])
-def test_in_and_out(layout: str, kind: str, folders: dict[str, Path], tmp_path: Path):
-    check(layout, (kind,), folders, tmp_path)
-
-
 @pytest.mark.parametrize("layout", slow((), ALONE, divided))
 def test_every_kind_in_and_out(layout: str, folders: dict[str, Path], tmp_path: Path):
     check(layout, KINDS, folders, tmp_path)

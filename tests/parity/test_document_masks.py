@@ -72,9 +72,8 @@ def what_masks_meet(case: Case) -> set[tuple[Hashable, ...]]:
     sliced = case.sequence > 1  # a document may then cross the border of two ranks
     return {
         ("pipelined", case.pipeline > 1, case.schedule, sliced),
-        ("model", case.model, sliced),
         ("tensor", case.tensor > 1),
-        *((name, getattr(case, name)) for name in ("zero", "sequence", "recompute")),
+        *((name, getattr(case, name)) for name in ("model", "zero", "recompute")),
     }
 
 

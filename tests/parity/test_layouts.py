@@ -41,7 +41,7 @@ def check(case: Case, folder: Path) -> None:
     assert {run.differ for run in runs} == {""}
 
 
-@pytest.mark.parametrize("case", first_fast(FAST, 9), ids=lambda case: case.id)
+@pytest.mark.parametrize("case", first_fast(FAST, 6), ids=lambda case: case.id)
 def test_layout_trains_as_one_process(case: Case, tmp_path: Path):
     check(case, tmp_path)
 
