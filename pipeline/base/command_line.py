@@ -59,7 +59,7 @@ def read_command_line(
     return kind(**{name: with_paths(known[name], values[name]) for name in known})
 
 
-def _options(args: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+def given_options(args: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Each option's name and values; what stands before the first one has none."""
     name, values = "", []
     for argument in args:
@@ -77,7 +77,7 @@ def _problems(
 ) -> Iterator[Problem]:
     """Options that do not exist, numbers that are none, and lists with nothing in them."""
     names = [*known, *others]
-    for name, values in _options(args):
+    for name, values in given_options(args):
         if name in known:
             yield from _value_problems(known[name], values)
         elif name and name not in names:

@@ -14,7 +14,7 @@ from math import inf
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pipeline.base.command_line import read_command_line, with_expanded_paths
+from pipeline.base.command_line import given_options, read_command_line, with_expanded_paths
 from pipeline.base.fields import Limits, fields_of, range_problems, type_problem
 from pipeline.base.json_reader import saved_json
 from pipeline.base.problems import JobError, Problem, job_error
@@ -226,8 +226,9 @@ def parse_options(
         JobError: as `read_command_line`; or the file given with --config cannot be used.
     """
     args = spelled_out(args, kind)
-    saved = _config_argument(args)
-    default = kind() if saved is None else from_run_file(Path(saved), kind)
+    # Ahead of the full parse, because it supplies that parse's defaults.
+    saved = [values[0] for name, values in given_options(args) if name == "config" and values]
+    default = from_run_file(Path(saved[-1]), kind) if saved else kind()
     # What is given replaces a default, and these add to it.
     read = read_command_line(kind, args, prog, replace(default, set=()), others, _of_others)
     kept = default.set if read.deepspeed_config == default.deepspeed_config else ()
@@ -330,17 +331,6 @@ def _of_others(name: str, values: Sequence[str]) -> tuple[str, str] | None:
         value = "auto" if (option, value) == ("resume", "True") else value
         return "has another name here", f"Give --{option} {value or 'VALUE'}"
     return of_megatron(name, value, {})
-
-
-def _config_argument(args: Sequence[str]) -> str | None:
-    """The last value of --config, found ahead of the full parse because it supplies that parse's defaults."""
-    found = None
-    for argument, following in pairwise([*args, ""]):
-        if argument == "--config" and following:
-            found = following
-        elif argument.startswith("--config="):
-            found = argument.removeprefix("--config=")
-    return found
 
 
 def from_run_file(path: Path, kind: type[O] = Options) -> O:  # type: ignore[assignment]
