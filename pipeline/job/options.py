@@ -311,8 +311,9 @@ _VALUES_OF_OTHERS = {
         "constant": "null",
     },
     "activation_checkpointing.mode": {**dict.fromkeys(_OFF, "none"), "selective": "selective", "": "full"},
-    "fp16.enabled": {**dict.fromkeys(_OFF, "false"), "": "true"},
-    "bf16.enabled": {**dict.fromkeys(_OFF, "false"), "": "true"},
+    **{
+        f"{precision}.enabled": {**dict.fromkeys(_OFF, "false"), "": "true"} for precision in ("fp16", "bf16")
+    },
 }
 
 
