@@ -32,6 +32,8 @@ from pipeline.job.stop_file import with_stamp
 from pipeline.job.world import Host
 from pipeline.training.signals import StopRequest
 
+PROGRAM = "deepspeed {} pipeline/pretrain.py"
+
 
 def run_rank(
     arguments: Sequence[str],
@@ -50,7 +52,7 @@ def run_rank(
     output_dir = None
     try:
         with _one_report_per_host(environment):
-            options = parse_options(arguments)
+            options = parse_options(arguments, prog=PROGRAM)
             output_dir = options.output_dir
             options = with_stamp(options, output_dir)
             job = read_job(options, environment, inherited)
