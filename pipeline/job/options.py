@@ -187,6 +187,9 @@ class Options:
     """Newest checkpoints that are kept. None: all."""
     keep_every: Count | None = None
     """Beside those of keep_last: checkpoints whose step is a multiple of this."""
+    keep_best: Count | None = None
+    """Beside those of keep_last: checkpoints of so many lowest validation losses (the mean over the tokens of
+    all sets). A step that has one is saved, whatever save_interval says."""
     seed: Amount = 1234
     """Seed of the initial weights, the sample order and dropout."""
     sample_tokens: Amount = 200

@@ -189,6 +189,7 @@ LOWEST = {
     "save_interval": 0,
     "keep_last": 1,
     "keep_every": 1,
+    "keep_best": 1,
     "log_interval": 1,
     "seed": 0,
     "sample_tokens": 0,
