@@ -62,6 +62,7 @@ MODULES_WITHOUT_TORCH = (
     "launch/launch",
     "launch/preflight",
     "check",
+    "evaluate",
     "deploy",
     "prepare",
     "pretrain",

@@ -6,6 +6,7 @@ wrote the files recorded it. Nothing here depends on how DeepSpeed shards and na
 
 from __future__ import annotations
 
+import math
 import mmap
 from bisect import bisect_right
 from collections import defaultdict
@@ -208,6 +209,24 @@ class StoredState:
             located[name] = [sorted(found[name][at], key=attrgetter("start")) for at in used]
             _check_coverage(name, located[name], slicing.numel)
         return located
+
+
+class StoredWeights:
+    """A checkpoint's weights as those that an engine is built with; no optimizer state is read."""
+
+    def __init__(self, stored: StoredState) -> None:
+        self._stored = stored
+
+    def part(self, name: str, slicing: Slicing, parts: int, index: int) -> Tensor:
+        """Slice `index` of `parts` of a parameter, in fp32; all of it where it is not sliced."""
+        shape = list(slicing.full_shape)
+        if slicing.dim is None:
+            parts, index = 1, 0
+        else:
+            shape[slicing.dim] //= parts
+        wanted = Slice(slicing.dim, parts, index, 0, math.prod(shape))
+        # In numpy's memory, as torch's constructors are replaced while ZeRO-3 builds the model.
+        return torch.from_numpy(self._stored.view(name, MASTER, wanted).numpy().copy()).view(shape)
 
 
 def _pages(numel: int) -> Tensor:

@@ -70,7 +70,7 @@ class Outcome:
         step: Optimizer steps done, those of resumed runs included.
         master_port: Port of the rendezvous of the start that wrote it; 0: not known yet.
         rank: Who wrote it: 0, or the first rank that failed.
-        message: Why, in one line; empty when finished.
+        message: Why, in one line; empty when finished, of an evaluation its result as JSON.
         failure: The first, where a coordinator has heard of one.
         lost_hosts: Numbers of the hosts to which the connection was lost.
         saved: Step of the newest checkpoint that this start completed; None if it completed none.

@@ -6,9 +6,9 @@ import hashlib
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -98,29 +98,52 @@ def digest(step: StepBatch) -> int:
     return int.from_bytes(state.digest(), "little") >> 1
 
 
-def eval_batches(
-    dataset: PackedDataset, num_samples: int, micro_batch_size: int, data_rank: int, data_size: int
-) -> tuple[MicroBatch, ...]:
-    """The share of `data_rank` of the first `num_samples` validation samples (all, if there are fewer).
+class EvalBatches(Sequence[MicroBatch]):
+    """The share of `data_rank` of the first `num_samples` validation samples (all, if there are fewer), each
+    micro-batch read when it is asked for.
 
     Together the data ranks hold the same samples in every layout, each once. Every rank gets the same
     number of micro-batches, at least one, of the same shape; rows beyond the last sample are zeros
     with an empty mask, so a rank's share may hold no unmasked token at all.
 
+    Args:
+        num_samples: None: all.
+
     Raises:
         ValueError: a size below 1, or a rank that does not exist.
     """
-    if min(num_samples, micro_batch_size, data_size) < 1 or not 0 <= data_rank < data_size:
-        raise ValueError(
-            f"num_samples {num_samples}, micro_batch_size {micro_batch_size} and data_size {data_size} "
-            f"must be at least 1, and data_rank {data_rank} in 0 .. data_size - 1"
-        )
-    count = min(num_samples, dataset.samples_per_epoch)
-    blocks = -(-count // (micro_batch_size * data_size)) * data_size
-    return tuple(
-        _padded(dataset, range(block * micro_batch_size, (block + 1) * micro_batch_size), count)
-        for block in range(data_rank, blocks, data_size)
-    )
+
+    def __init__(
+        self,
+        dataset: PackedDataset,
+        num_samples: int | None,
+        micro_batch_size: int,
+        data_rank: int,
+        data_size: int,
+    ) -> None:
+        count = dataset.samples_per_epoch if num_samples is None else num_samples
+        if min(count, micro_batch_size, data_size) < 1 or not 0 <= data_rank < data_size:
+            raise ValueError(
+                f"num_samples {num_samples}, micro_batch_size {micro_batch_size} and data_size {data_size} "
+                f"must be at least 1, and data_rank {data_rank} in 0 .. data_size - 1"
+            )
+        self._dataset, self._rows = dataset, micro_batch_size
+        self._count = min(count, dataset.samples_per_epoch)
+        blocks = -(-self._count // (micro_batch_size * data_size)) * data_size
+        self._blocks = range(data_rank, blocks, data_size)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __getitem__(self, place: Any) -> Any:
+        """One micro-batch, or for a slice a tuple of them."""
+        if isinstance(place, slice):
+            return tuple(map(self._read, self._blocks[place]))
+        return self._read(self._blocks[place])
+
+    def _read(self, block: int) -> MicroBatch:
+        positions = range(block * self._rows, (block + 1) * self._rows)
+        return _padded(self._dataset, positions, self._count)
 
 
 def _padded(dataset: PackedDataset, positions: range, count: int) -> MicroBatch:

@@ -131,6 +131,12 @@ class PackedDataset:
         """Tokens at the end of every epoch that no sample holds."""
         return max(self.num_tokens - 1 - self.samples_per_epoch * self.sequence_length, 0)
 
+    def documents(self, first: int = 0, every: int = 1) -> Iterator[np.ndarray]:
+        """The tokens of each document, [tokens], from number `first` on one of `every`."""
+        for number in range(first, len(self._documents), every):
+            document = int(self._documents[np.array([number])][0])
+            yield self._tokens[int(self._offsets[document]) : int(self._offsets[document + 1])]
+
     def read(self, positions: Sequence[int] | np.ndarray) -> Samples:
         """The samples at `positions` of the order: position = samples consumed before it, from 0 on.
 

@@ -59,6 +59,9 @@ class Tokenizer(Protocol):
     def decode(self, tokens: Iterable[int]) -> str:
         """Text of `tokens`, for display."""
 
+    def num_bytes(self, tokens: np.ndarray) -> int:
+        """Bytes of the text of a document's `tokens`, in UTF-8; the end of a document has none."""
+
     def save(self, folder: Path) -> None:
         """Write it as a folder that ``transformers.AutoTokenizer`` and `load_tokenizer` open."""
 
@@ -109,6 +112,10 @@ class ByteTokenizer:
             pieces += b"\n\n" if token == self.end_of_document else bytes((token,))
         return pieces.decode("utf-8", errors="replace")
 
+    def num_bytes(self, tokens: np.ndarray) -> int:
+        """Bytes of the text of a document's `tokens`."""
+        return int(np.count_nonzero(tokens != self.end_of_document))
+
     def save(self, folder: Path) -> None:
         """Write the same tokenizer in the form of the `tokenizers` library."""
         write_tokenizer_folder(folder, self.facts.json, self.facts.eos_token, self.facts.files)
@@ -136,6 +143,20 @@ def vocabulary_problems(tokenizer: Tokenizer, vocab_size: int) -> tuple[Problem,
         return ()
     rule = f"the tokenizer ({tokenizer.identity}) has ids 0 .. {tokenizer.vocab_size - 1}"
     return (Problem("model: vocab_size", vocab_size, rule, f"Set it to at least {tokenizer.vocab_size}"),)
+
+
+# Cases, blanks, characters of one to four bytes.
+_PROBE = "A probe:\n\tfor  Each_2 in [x, Y]:  caf\u00e9 \u2014 \u8a9e \U0001f642\n"
+
+
+def unlike_its_text(tokenizer: Tokenizer) -> str | None:
+    """Why the length of a text cannot be known from its ids; None where decoding gives back what was encoded,
+    as byte-level tokenizers do."""
+    try:
+        decoded = tokenizer.decode(tokenizer.encode(_PROBE).tolist())
+    except JobError as error:
+        return error.problems[0].rule
+    return None if decoded == _PROBE else f"the tokenizer decodes {_PROBE!r} as {decoded!r}"
 
 
 class HuggingFaceTokenizer:
@@ -224,6 +245,10 @@ class HuggingFaceTokenizer:
     def decode(self, tokens: Iterable[int]) -> str:
         """Text of `tokens`; special tokens are shown."""
         return self._decoder.decode([int(token) for token in tokens], skip_special_tokens=False)
+
+    def num_bytes(self, tokens: np.ndarray) -> int:
+        """Bytes of the text of a document's `tokens`, in UTF-8; see `unlike_its_text`."""
+        return len(self.decode(tokens[tokens != self.end_of_document]).encode("utf-8", errors="replace"))
 
     def save(self, folder: Path) -> None:
         """Write the files of its folder as they were, with what AutoTokenizer needs."""

@@ -43,11 +43,13 @@ class EvalData:
 
     Attributes:
         name: None for the validation documents of a single source, which have no name.
+        token_file: Holds them.
         aside: Lines about the files of a validation set that are not used, or a source's unequal share.
     """
 
     name: str | None
     dataset: PackedDataset
+    token_file: TokenFile
     aside: tuple[str, ...] = ()
 
 
@@ -176,18 +178,46 @@ def load_data(
     if problems := vocabulary_problems(tokenizer, settings.vocab_size):
         raise JobError(problems)
 
-    def opened(spec: SourceSpec) -> OpenSource:
-        corpus = find_corpus(spec.paths, settings.written)
-        file = cached_tokens(corpus, tokenizer, settings.cache_folder, settings.rules, settings.time_limit)
-        return OpenSource(spec, corpus, file)
-
-    training, named = [opened(spec) for spec in sources], [opened(spec) for spec in validation]
+    training, named = (
+        [_opened(spec, settings, tokenizer) for spec in each] for each in (sources, validation)
+    )
     if problems := _leaks(training, named):
         raise JobError(problems)
     split = settings.split_rule(saved or None)
     train, evaluation = _packed(training, named, settings, split, tokenizer)
     order = resume_blend(train, BlendState.from_json(saved) if saved else None, position)
     return TrainingData(tokenizer, tuple(training), order, tuple(evaluation), split)
+
+
+def load_evaluation(
+    sources: Sequence[SourceSpec],
+    settings: DataSettings,
+    *,
+    validation: Sequence[SourceSpec] = (),
+    tokenizer: Tokenizer | None = None,
+    saved: dict[str, Any] | None = None,
+) -> tuple[EvalData, ...]:
+    """What `load_data` gives to evaluate, by itself.
+
+    Args:
+        sources: Of which a part is held out; () where named sets alone are evaluated.
+
+    Raises:
+        JobError, TimeoutError, OSError: as `load_data`.
+    """
+    tokenizer = tokenizer or ByteTokenizer()
+    if problems := vocabulary_problems(tokenizer, settings.vocab_size):
+        raise JobError(problems)
+    training, named = (
+        [_opened(spec, settings, tokenizer) for spec in each] for each in (sources, validation)
+    )
+    return tuple(_packed(training, named, settings, settings.split_rule(saved or None), tokenizer)[1])
+
+
+def _opened(spec: SourceSpec, settings: DataSettings, tokenizer: Tokenizer) -> OpenSource:
+    corpus = find_corpus(spec.paths, settings.written)
+    file = cached_tokens(corpus, tokenizer, settings.cache_folder, settings.rules, settings.time_limit)
+    return OpenSource(spec, corpus, file)
 
 
 def _packed(
@@ -215,13 +245,13 @@ def _packed(
             held = _dataset(each, split, settings, rule, evaluated=True)
             share = held.num_tokens / max(held.num_tokens + dataset.num_tokens, 1)
             far = _far_share(share, rule.fraction) if rule.by_documents else []
-            evaluation.append(EvalData(shown, held, (*split.said, *far)))
+            evaluation.append(EvalData(shown, held, file, (*split.said, *far)))
     for each in named:
         count = each.token_file.num_documents
         everything = Complement(count, np.arange(0))
         whole = Split(each.token_file.offsets, everything, everything)
         dataset = _dataset(each, whole, settings, rule, evaluated=True)
-        evaluation.append(EvalData(each.spec.name, dataset, tuple(_aside(each))))
+        evaluation.append(EvalData(each.spec.name, dataset, each.token_file, tuple(_aside(each))))
     return sources, evaluation
 
 

@@ -8,12 +8,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import IO, ClassVar, TypeVar
+from typing import IO, TypeVar
 
-from pipeline.base.command import help_asked, say
-from pipeline.base.command_line import given_options
-from pipeline.base.option_help import Group, Help, end_with_help
-from pipeline.base.problems import EXIT_FINISHED, JobError
+from pipeline.base.command import reader_may_leave, say
+from pipeline.base.problems import JobError
 from pipeline.base.user_input import home_folder
 from pipeline.checkpoints.output import checkpoint_bytes, space_problems
 from pipeline.checkpoints.resume import examine_resume
@@ -21,13 +19,14 @@ from pipeline.cluster.agent.host_inquiry import Inquiry
 from pipeline.cluster.forwarded_environment import deepspeed_env
 from pipeline.cluster.launcher_options import (
     LauncherOptions,
+    launcher_parser,
     launcher_problems,
     split_arguments,
 )
 from pipeline.cluster.world import Paper, resolve_world
 from pipeline.job.job import Job
 from pipeline.job.options import Options, parse_options, spelled_out
-from pipeline.job.report import console, describe, model_table, print_problems, recipe_table, verdict
+from pipeline.job.report import console, describe, print_problems, verdict
 from pipeline.job.resolve import Draft, examine
 from pipeline.job.world import World
 from pipeline.launch.fewer_hosts import Plan, describe_fewer, on_hosts, plan_fewer, separate_folders
@@ -36,19 +35,6 @@ from pipeline.launch.host_check.host_check import HostCheck, ask_job_hosts, host
 from pipeline.launch.launcher_command import SCRIPT, launcher_world_problems, start_problems, unused_problems
 
 O = TypeVar("O", bound=Options)  # noqa: E741
-LISTS = {"list_models": model_table, "list_recipes": recipe_table}
-
-
-@dataclass(frozen=True)
-class Lists:
-    """Options that print what there is, and end the command."""
-
-    HELP: ClassVar[Help] = Help((Group("help", "list_models list_recipes"),))
-
-    list_models: bool = False
-    """Print the presets with their sizes."""
-    list_recipes: bool = False
-    """Print the recipes, and what each is for."""
 
 
 def read_arguments(
@@ -57,22 +43,19 @@ def read_arguments(
     """The launcher's options, the job's, and those of the arguments that are the job's.
 
     Raises:
-        SystemExit: code 2 after a message for a value of the wrong type; code 0 after help, or a list that is
-            asked for.
-        JobError: an option that does not exist, a --config file that cannot be used, --data without a path.
+        SystemExit: code 2 after a message for an option that does not exist or a value of the wrong type;
+            code 0 after --help, which shows both halves.
+        JobError: a --config file that cannot be used, or --data without a path.
     """
-    if asked := help_asked(arguments):
-        end_with_help(program, (kind, LauncherOptions, Lists), asked)
-    lists = [name for name, _ in given_options(arguments) if name in LISTS]
-    rest = [word for word in arguments if word not in {f"--{name}" for name in lists}]
-    launcher, job_arguments = split_arguments(rest, program)
+    if "--help" in arguments or "-h" in arguments:
+        with reader_may_leave():
+            launcher_parser(program).print_help()
+            print("\njob options:\n", flush=True)
+            parse_options(["--help"], kind, program)  # ends this process
+    launcher, job_arguments = split_arguments(arguments, program)
     job_arguments = spelled_out(job_arguments, kind)
-    others = [*(option.name for option in fields(LauncherOptions)), *LISTS]
-    options = parse_options(job_arguments, kind, program, others)
-    if lists:  # beside a wrong option there is none
-        console().print(*(LISTS[name]() for name in lists))
-        sys.exit(EXIT_FINISHED)
-    return launcher, options, job_arguments
+    others = [option.name for option in fields(LauncherOptions)] + ["list_models", "list_recipes"]
+    return launcher, parse_options(job_arguments, kind, program, others), job_arguments
 
 
 def check(
@@ -106,7 +89,7 @@ def check(
     if draft.job is not None:
         resumption = examine_resume(draft.job)
         draft.problems += resumption.problems
-        if not paper.has_ranks and (draft.job.world.is_local or launcher.no_ssh):
+        if options.saves and not paper.has_ranks and (draft.job.world.is_local or launcher.no_ssh):
             draft.problems += space_problems(draft.job)
         draft.resume = resumption.lines
     if draft.errors:
@@ -124,7 +107,8 @@ def check_with_hosts(draft: Draft, launcher: LauncherOptions) -> tuple[Draft, Ho
     """The draft again, for the devices that its hosts turn out to have, with the problems of the hosts."""
     asked = ask_job_hosts(draft, launcher)
     draft = check(draft.options, launcher, world=asked.world)
-    found = asked.with_problems(checkpoint_bytes(draft.job) if draft.job is not None else 0)
+    saves = draft.job is not None and draft.options.saves
+    found = asked.with_problems(checkpoint_bytes(draft.job) if saves else 0)
     draft.problems += [each.problem for each in found.problems]
     draft.problems += separate_folders(launcher, found.file_systems)
     if draft.errors:
@@ -182,13 +166,13 @@ def prepare(options: Options, launcher: LauncherOptions, again: bool = False) ->
         print_draft(draft, stderr=draft.job is None)
     if draft.job is None:
         return None
-    ready = _ready(draft.job, launcher)
+    ready = exact_hosts(draft.job, launcher)
     if draft.job.world.is_local or launcher.no_ssh or not launcher.no_ssh_check:
         return ready
     return replace(ready, inquiry=inquiry_of(draft, launcher, checkpoint_bytes(draft.job)))
 
 
-def _ready(job: Job, launcher: LauncherOptions) -> Ready:
+def exact_hosts(job: Job, launcher: LauncherOptions) -> Ready:
     """The launcher is handed what the filters leave, and not the filters: it does not find ``user@host`` by
     them. srun takes its hosts from the filter, and knows no users. Nor does another process find the file
     that is standard input here."""

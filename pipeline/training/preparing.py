@@ -81,13 +81,13 @@ def prepare(job: Job, environment: RankEnvironment, stop: StopRequest, link: Ran
     stopping = _stopping(job, rank, stop)
     step = _state(found).step
     link.progress("preparing data", step)
-    remote = _remote_cache(job)
+    remote = remote_cache(job)
     data = _read_data(job, _state(found), remote)
     link.progress("joining", step)
     with stop.meeting():
-        parallel = _meet(job, environment)
+        parallel = meet(job, environment)
     link.progress("preparing data", step)  # all of a checkpoint is read, as long as that takes
-    selection = _agreed(job, environment, parallel, found, stopping)
+    selection = agreed(job, environment, parallel, found, stopping)
     if selection.checkpoint != found.checkpoint:  # another one than the manifests alone had promised
         console = _console(job, rank, selection)
         data = _read_data(job, _state(selection), remote)
@@ -99,7 +99,7 @@ def _state(selection: Selection) -> TrainState:
     return selection.checkpoint.state if selection.checkpoint else TrainState()
 
 
-def _remote_cache(job: Job) -> RemoteCache:
+def remote_cache(job: Job) -> RemoteCache:
     """Where copies of remote objects are kept. They stay as long as it is open."""
     return RemoteCache(Path(job.data.cache_folder), job.data.cache_bytes)
 
@@ -111,21 +111,23 @@ def _read_data(job: Job, state: TrainState, remote: RemoteCache) -> TrainingData
         JobError: the data cannot be used, or is not what the checkpoint was trained on.
     """
     spec = job.data
-
-    def local(specs: Sequence[SourceSpec]) -> list[SourceSpec]:
-        return [replace(each, paths=remote.localize(each.paths)) for each in specs]
-
     return load_data(
-        local(spec.training),
-        _data_settings(job),
-        validation=local(spec.validation),
+        local_sources(spec.training, remote),
+        data_settings(job),
+        validation=local_sources(spec.validation, remote),
         tokenizer=from_facts(spec.tokenizer),
         saved=state.data,
         position=state.consumed_samples,
     )
 
 
-def _data_settings(job: Job) -> DataSettings:
+def local_sources(specs: Sequence[SourceSpec], remote: RemoteCache) -> list[SourceSpec]:
+    """The sources with the local copies of remote objects in their place."""
+    return [replace(each, paths=remote.localize(each.paths)) for each in specs]
+
+
+def data_settings(job: Job) -> DataSettings:
+    """How the tokens of this job become samples."""
     spec = job.data
     return DataSettings(
         sequence_length=job.batch.sequence_length,
@@ -185,7 +187,7 @@ def _stopping(job: Job, rank: int, signals: StopRequest) -> Stopping:
     return Stopping(signals, limit, StopFile(path, rules.file is None, before))
 
 
-def _meet(job: Job, environment: RankEnvironment) -> Parallel:
+def meet(job: Job, environment: RankEnvironment) -> Parallel:
     """Join the process groups."""
     if job.world.device == "cpu":
         share_cores(environment.local_size)
@@ -194,7 +196,7 @@ def _meet(job: Job, environment: RankEnvironment) -> Parallel:
     return Parallel.create(job.mesh, GROUP_TIMEOUT)
 
 
-def _agreed(
+def agreed(
     job: Job,
     environment: RankEnvironment,
     parallel: Parallel,

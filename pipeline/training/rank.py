@@ -1,6 +1,6 @@
 """One rank's process: reads the job, trains, and reports how it ended, to its agent and in outcome.json.
 
-A wrong job is refused before torch is imported.
+A wrong job is refused before torch is imported. What an evaluation's ranks do alike is here, too.
 """
 
 from __future__ import annotations
@@ -9,20 +9,21 @@ import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
-from pipeline.base.problems import EXIT_FAILED, EXIT_WRONG_JOB, JobError
+from pipeline.base.problems import EXIT_FAILED, EXIT_STOPPED, EXIT_WRONG_JOB, JobError
 from pipeline.base.words import after_step
 from pipeline.checkpoints.output import space_problems
 from pipeline.checkpoints.resume import resume_problems
-from pipeline.cluster.agent.rank_link import Inherited, RankLink
+from pipeline.cluster.agent.rank_link import Inherited, RankLink, connect, split_inherited
 from pipeline.cluster.folder_lock import only_job
 from pipeline.cluster.launcher_options import start_command
 from pipeline.cluster.outcome import Outcome, record_outcome
-from pipeline.cluster.rank_environment import RankEnvironment
+from pipeline.cluster.rank_environment import RankEnvironment, read_rank_environment
 from pipeline.cluster.world import world_from_environment
 from pipeline.job.job import Job
 from pipeline.job.options import Options, parse_options
@@ -30,9 +31,46 @@ from pipeline.job.report import console, print_problems, problems_text
 from pipeline.job.resolve import resolve
 from pipeline.job.stop_file import with_stamp
 from pipeline.job.world import Host
-from pipeline.training.signals import StopRequest
+from pipeline.training.signals import StoppedEarly, StopRequest, end_process
 
-PROGRAM = "deepspeed {} pipeline/pretrain.py"
+# Takes part in a job: a rank's arguments, its place, what hears signals, its link, what it was given.
+Part = Callable[[Sequence[str], RankEnvironment, StopRequest, RankLink, "Inherited | None"], int]
+
+
+def live(
+    part: Part, arguments: Sequence[str], link: RankLink | None = None, inherited: Inherited | None = None
+) -> int:
+    """One rank's whole life; its exit code.
+
+    Args:
+        part: What it does in the job.
+        link: Leads to this rank's agent, if it has one.
+        inherited: What the launch decided; None without one.
+    """
+    link = link or RankLink()
+    try:
+        environment = read_rank_environment()
+    except JobError as error:
+        print_problems(console(stderr=True), error.problems)
+        return EXIT_WRONG_JOB
+    with StopRequest(announce=environment.rank == 0, early=True) as stop:
+        try:
+            return part(arguments, environment, stop, link, inherited)
+        except StoppedEarly as request:
+            stop.leave(str(request))
+            return EXIT_STOPPED
+
+
+def live_owned(part: Part) -> NoReturn:
+    """`live` in the process that an agent has started."""
+    inherited, arguments = split_inherited(sys.argv[1:])
+    code = live(part, arguments, connect(inherited) if inherited else None, inherited)
+    if code == EXIT_FAILED:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # What waits for a thread or a library may wait for ranks that are gone.
+        os._exit(code)
+    end_process(code)
 
 
 def run_rank(
@@ -51,8 +89,8 @@ def run_rank(
     """
     output_dir = None
     try:
-        with _one_report_per_host(environment):
-            options = parse_options(arguments, prog=PROGRAM)
+        with one_report_per_host(environment):
+            options = parse_options(arguments)
             output_dir = options.output_dir
             options = with_stamp(options, output_dir)
             job = read_job(options, environment, inherited)
@@ -63,7 +101,7 @@ def run_rank(
             stop.leave = partial(_leave_early, job, environment, link)
             return _train(job, environment, stop, link)
     except JobError as error:
-        return _refuse(error, environment, link, output_dir)
+        return refuse(error, environment, link, output_dir)
 
 
 def read_job(options: Options, environment: RankEnvironment, inherited: Inherited | None) -> Job:
@@ -80,7 +118,7 @@ def read_job(options: Options, environment: RankEnvironment, inherited: Inherite
     else:
         batch, command = (), start_command(environment.world_size)
     job = replace(resolve(options, world, batch), command=command)
-    if problems := [*resume_problems(job), *space_problems(job)]:
+    if problems := [*resume_problems(job), *(space_problems(job) if options.saves else ())]:
         raise JobError(problems)
     return job
 
@@ -105,15 +143,17 @@ def _train(job: Job, environment: RankEnvironment, stop: StopRequest, link: Rank
     try:
         outcome = run(job, environment, stop, record, link)
     except JobError as error:
-        return _refuse(error, environment, link, job.output_dir)
+        return refuse(error, environment, link, job.output_dir)
     except RunFailed as failure:
-        return _fail(failure.error, failure.step, job, environment, link)
+        return fail(failure.error, failure.step, environment, link, job.output_dir)
     except Exception as error:  # noqa: BLE001  (reported, recorded, and the exit code is 1)
-        return _fail(error, 0, job, environment, link)
+        return fail(error, 0, environment, link, job.output_dir)
     return outcome.exit_code
 
 
-def _fail(error: Exception, step: int, job: Job, environment: RankEnvironment, link: RankLink) -> int:
+def fail(
+    error: Exception, step: int, environment: RankEnvironment, link: RankLink, output_dir: str | None = None
+) -> int:
     """Say it here and now: a launcher ends the other ranks as soon as one is gone."""
     trace = "".join(traceback.format_exception(error))
     if link.has_agent:  # which reports the first failure to the console, and writes the outcome
@@ -121,14 +161,16 @@ def _fail(error: Exception, step: int, job: Job, environment: RankEnvironment, l
         return EXIT_FAILED
     print(f"rank {environment.rank} failed {after_step(step)}:\n{trace}", file=sys.stderr, flush=True)
     message = f"{type(error).__name__}: {error}"
-    outcome = Outcome("failed", step, environment.master_port, environment.rank, message)
-    record_outcome(job.output_dir, outcome)
+    if output_dir is not None:
+        outcome = Outcome("failed", step, environment.master_port, environment.rank, message)
+        record_outcome(output_dir, outcome)
     return EXIT_FAILED
 
 
-def _refuse(
+def refuse(
     error: JobError, environment: RankEnvironment, link: RankLink, output_dir: str | None = None
 ) -> int:
+    """Say what is wrong with the job."""
     if link.has_agent:
         link.refused(problems_text(error.problems))
     elif environment.local_rank == 0:
@@ -145,7 +187,7 @@ def _concerns_folder(error: JobError) -> bool:
 
 
 @contextlib.contextmanager
-def _one_report_per_host(environment: RankEnvironment) -> Iterator[None]:
+def one_report_per_host(environment: RankEnvironment) -> Iterator[None]:
     """The ranks of a host find the same problems; another host may lack a file that this one has."""
     if environment.local_rank == 0:
         yield

@@ -42,11 +42,13 @@ def to_json(metrics: StepMetrics | EvalMetrics) -> str:
     if isinstance(metrics, EvalMetrics):
         del fields["best"]  # it follows from the lines before
         fields = {key: value for key, value in fields.items() if value is not None}
+    return json.dumps(finite(fields), allow_nan=False)
+
+
+def finite(fields: dict[str, Any]) -> dict[str, Any]:
+    """The same for strict JSON, with non-finite values as the module text says."""
     nonfinite = {k: str(v) for k, v in fields.items() if isinstance(v, float) and not math.isfinite(v)}
-    fields.update(dict.fromkeys(nonfinite))
-    if nonfinite:
-        fields["nonfinite"] = nonfinite
-    return json.dumps(fields, allow_nan=False)
+    return {**fields, **dict.fromkeys(nonfinite), **({"nonfinite": nonfinite} if nonfinite else {})}
 
 
 def _kind(name: str | None) -> str:

@@ -19,7 +19,7 @@ from pipeline.checkpoints.saver import Saver
 from pipeline.checkpoints.snapshot import set_random_state
 from pipeline.cluster.history import METRICS_FILE
 from pipeline.cluster.outcome import Outcome
-from pipeline.data.loader import BatchLoader, eval_batches
+from pipeline.data.loader import BatchLoader, EvalBatches
 from pipeline.data.tokenizer import Tokenizer
 from pipeline.engine.engine import TrainEngine
 from pipeline.job.job import Job
@@ -32,7 +32,7 @@ from pipeline.training.monitors import Monitors, Start
 from pipeline.training.preparing import Prepared
 from pipeline.training.run_files import SAMPLES_FILE, MetricsFile, SampleLog
 from pipeline.training.saves import RunSaves
-from pipeline.training.summary import continue_hint, export_hint, resume_hint
+from pipeline.training.summary import continue_hint, resume_hint
 from pipeline.training.throughput import Speedometer, peak_tflops
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ def _loop(
         engine=engine,
         loader=loader,
         eval_sets=[
-            EvalSet(each.name, eval_batches(each.dataset, *share)) for each in prepared.data.evaluation
+            EvalSet(each.name, tuple(EvalBatches(each.dataset, *share))) for each in prepared.data.evaluation
         ],
         sinks=() if prepared.parallel.rank else (*sinks.files, prepared.console, *sinks.monitors),
         speedometer=_speedometer(job),
@@ -124,8 +124,6 @@ def _summarize(loop: Loop, prepared: Prepared) -> None:
         _evaluate_again(loop, prepared)
     if line := best_line(loop.state.best_eval_loss):
         logger.info(line)
-        if hint := export_hint(job, loop.state.best_eval_loss["step"]):
-            logger.info(hint)
     prompt, count = job.reporting.sample_prompt, job.reporting.sample_tokens
     if count > 0:
         try:

@@ -16,7 +16,7 @@ import torch
 from pipeline.base.problems import JobError
 from pipeline.data.blend import Blend, BlendSource, BlendState, resume_blend
 from pipeline.data.corpus import SourceSpec
-from pipeline.data.loader import BatchLoader, MicroBatch, digest, eval_batches, micro_batch, read_step
+from pipeline.data.loader import BatchLoader, EvalBatches, MicroBatch, digest, micro_batch, read_step
 from pipeline.data.order import Complement
 from pipeline.data.packing import PackedDataset, Packing, TokenError
 from pipeline.data.token_file import WatchedFile, open_token_file
@@ -88,7 +88,7 @@ def test_named_validation_sets_are_evaluated_whole(two: list[SourceSpec], tmp_pa
     data = load(tmp_path, two, validation=[extra], eval_fraction=0.0)
     ((name, dataset),) = [(each.name, each.dataset) for each in data.evaluation]
     assert (name, dataset.num_documents) == ("exam", 2)
-    labels = sum(int(batch.mask.sum()) for batch in eval_batches(dataset, 1000, 3, 0, 1))
+    labels = sum(int(batch.mask.sum()) for batch in EvalBatches(dataset, 1000, 3, 0, 1))
     assert labels == dataset.num_tokens - 1
 
 
@@ -232,7 +232,7 @@ def test_evaluation_rows_of_padding_have_documents_too() -> None:
     dataset = PackedDataset(
         np.arange(20), np.array([0, 6, 20]), [0, 1], Packing(8, 0, keep_tail=True, find_documents=True)
     )
-    for batch in eval_batches(dataset, 10, 2, 0, 2) + eval_batches(dataset, 10, 2, 1, 2):
+    for batch in (*EvalBatches(dataset, 10, 2, 0, 2), *EvalBatches(dataset, 10, 2, 1, 2)):
         assert batch.documents.shape == batch.tokens.shape
 
 

@@ -3,7 +3,7 @@ import itertools
 import numpy as np
 import pytest
 
-from pipeline.data.loader import PADDING_SAMPLE, MicroBatch, eval_batches
+from pipeline.data.loader import PADDING_SAMPLE, EvalBatches, MicroBatch
 from pipeline.data.packing import PackedDataset, Packing
 
 
@@ -20,7 +20,7 @@ def unmasked_labels(batches: list[MicroBatch]) -> list[int]:
 @pytest.mark.parametrize("num_samples", [1, 5, 8, 100])
 def test_same_samples_in_every_layout(micro: int, data: int, num_samples: int) -> None:
     dataset = held_out()
-    shares = [eval_batches(dataset, num_samples, micro, rank, data) for rank in range(data)]
+    shares = [EvalBatches(dataset, num_samples, micro, rank, data) for rank in range(data)]
     batches = [batch for share in shares for batch in share]
     expected = dataset.read(np.arange(min(num_samples, 8)))
     rows = [index for batch in batches for index in batch.samples if index != PADDING_SAMPLE]
@@ -36,11 +36,11 @@ def test_same_samples_in_every_layout(micro: int, data: int, num_samples: int) -
 
 
 def test_all_samples_hold_each_label_of_the_set_once() -> None:
-    assert unmasked_labels(list(eval_batches(held_out(), 100, 3, 0, 1))) == list(range(1, 59))
+    assert unmasked_labels(list(EvalBatches(held_out(), 100, 3, 0, 1))) == list(range(1, 59))
 
 
 def test_rows_of_padding_are_empty() -> None:
-    batches = eval_batches(held_out(), 1, 2, 1, 2)
+    batches = EvalBatches(held_out(), 1, 2, 1, 2)
     assert [batch.samples for batch in batches] == [(PADDING_SAMPLE, PADDING_SAMPLE)]
     assert not batches[0].mask.any()
     assert not batches[0].tokens.any()
@@ -49,4 +49,4 @@ def test_rows_of_padding_are_empty() -> None:
 @pytest.mark.parametrize("arguments", [(0, 1, 0, 1), (1, 0, 0, 1), (1, 1, 1, 1), (1, 1, -1, 1)])
 def test_wrong_sizes(arguments: tuple[int, int, int, int]) -> None:
     with pytest.raises(ValueError, match="must be at least 1"):
-        eval_batches(held_out(), *arguments)
+        EvalBatches(held_out(), *arguments)
