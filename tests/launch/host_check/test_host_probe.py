@@ -80,6 +80,15 @@ def test_the_digest_of_the_code_changes_with_it(tmp_path: Path) -> None:
     assert not probe.project(request(cwd=str(tmp_path / "none")))["cwd"]
 
 
+def test_what_editors_keep_beside_the_code_is_none_of_it(tmp_path: Path) -> None:
+    (tmp_path / "pipeline" / ".copies").mkdir(parents=True)
+    (tmp_path / "pipeline" / "a.py").write_text("1")
+    before = probe.project(request(project=str(tmp_path)))
+    (tmp_path / "pipeline" / ".#a.py").symlink_to("me@laptop.4711:1")  # a.py is open in Emacs
+    (tmp_path / "pipeline" / ".copies" / "a.py").write_text("2")
+    assert probe.project(request(project=str(tmp_path))) == before
+
+
 def test_data_is_described_by_names_and_sizes(tmp_path: Path) -> None:
     (tmp_path / "text" / "deep").mkdir(parents=True)
     (tmp_path / "text" / "a.txt").write_text("12345")
