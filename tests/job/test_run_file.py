@@ -144,3 +144,24 @@ def test_checkpoints_that_cannot_be_listed_are_no_new_start(
     assert all("cannot be listed (Permission denied)" in problem.rule for problem in problems)
     with pytest.raises(JobError, match="cannot be listed"):
         steps_in(checkpoints)
+
+
+@pytest.mark.parametrize(
+    ("saved", "given", "meant"),
+    [
+        ({"train_tokens": 4096}, "--train_steps 10", {"train_steps": 10, "train_tokens": None}),
+        ({"train_steps": 10}, "--train_tokens 4096", {"train_steps": None, "train_tokens": 4096}),
+        ({"train_steps": 10}, "--train_steps 20", {"train_steps": 20, "train_tokens": None}),
+        ({"data_blend": "b.json"}, "--data a", {"data": ("a",), "data_blend": None}),
+        ({"data": ["a"]}, "--data_blend b.json", {"data": (), "data_blend": "b.json"}),
+        # Both were given: a contradiction, which the rules tell.
+        ({}, "--data a --data_blend b.json", {"data": ("a",), "data_blend": "b.json"}),
+    ],
+)
+def test_what_is_said_replaces_what_a_saved_run_says_in_another_way(
+    saved: dict, given: str, meant: dict, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({"options": saved}))
+    options = parse_options(["--config", str(path), *given.split()])
+    assert {name: getattr(options, name) for name in meant} == meant
