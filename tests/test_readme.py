@@ -305,6 +305,22 @@ def test_the_default_model_is_as_large_and_trains_as_long_as_stated() -> None:
     assert f"{large.train_steps:,} steps of {large.tokens_per_step:,} tokens" in text
 
 
+@pytest.mark.parametrize(
+    ("model", "tokens"),
+    [("gpt2-124m", "2.5 billion"), ("gpt2-xl", "31 billion"), ("llama3-8b", "15 trillion")],
+)
+def test_the_losses_to_expect_are_those_of_the_fit(model: str, tokens: str) -> None:
+    """Hoffmann et al. 2022, equation 10."""
+    training, parameters = PRESETS[model].training, total_parameters(PRESETS[model].model)
+    number, unit = tokens.split()
+    trained = training.train_steps * training.tokens_per_step
+    assert trained == pytest.approx(float(number) * {"billion": 1e9, "trillion": 1e12}[unit], rel=0.01)
+    row = next(
+        line for line in README.read_text(encoding="utf-8").splitlines() if f"| `{model}`, {tokens} |" in line
+    )
+    assert row.endswith(f"| {1.69 + 406.4 / parameters**0.34 + 410.7 / trained**0.28:.2f} |")
+
+
 def test_the_numbers_of_the_page_on_parallelism(tmp_path: Path) -> None:
     text = " ".join((ROOT / "docs" / "parallelism.md").read_text(encoding="utf-8").split())
     options = Options(deepspeed_config="ds_configs/four_way.json", output_dir=str(tmp_path))
