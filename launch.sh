@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up this project once (.venv, with the versions of constraints.txt), then checks and starts a training job.
 #
-#   ./launch.sh [launcher options] [job options]     see ./launch.sh --help
+#   ./launch.sh [options]                            see ./launch.sh --help
 #   ./launch.sh --setup_only                         make .venv, start nothing
 #
 # Needs a shell and Python >= 3.10. Exit codes: 0 finished, 1 failed, 2 the job description is wrong, 3 stopped

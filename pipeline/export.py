@@ -18,6 +18,7 @@ from pipeline.base.command import end_interrupts, run_command, show_messages
 from pipeline.base.command_line import read_command_line
 from pipeline.base.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem
 from pipeline.checkpoints.export.arguments import (
+    Dtype,
     bytes_of,
     dtype_problems,
     model_of_checkpoint,
@@ -25,7 +26,7 @@ from pipeline.checkpoints.export.arguments import (
 )
 from pipeline.checkpoints.resume import checkpoint_at
 from pipeline.hugging_face.families import family_of
-from pipeline.job.options import PathName
+from pipeline.job.options import FolderName, PathName
 from pipeline.job.report import console, print_problems
 from pipeline.training.quiet import quiet_deepspeed
 
@@ -43,16 +44,16 @@ class ExportOptions:
     """A run's --output_dir, its checkpoints folder (the newest complete one is taken), or one checkpoint."""
     folder: Annotated[PathName, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """The folder to make."""
-    dtype: str = "float32"
-    """Format of the weights: float32, as they are trained, bfloat16 or float16."""
-    max_shard_size: str = "5GB"
+    dtype: Dtype = "float32"
+    """Format of the weights; they are trained in float32."""
+    max_shard_size: Annotated[str, "SIZE"] = "5GB"
     """Largest file of weights, as 500MB or 5GB; more weights go into several files and an index."""
-    tokenizer: PathName | None = None
+    tokenizer: FolderName | None = None
     """bytes, or a Hugging Face tokenizer folder. None: the one saved with the checkpoint."""
     overwrite: bool = False
     """Replace a folder that holds a model."""
-    allow_pickle: tuple[str, ...] = ()
-    """MODULE.NAME that the checkpoint's files may ask for when they are read, beyond the pipeline's own."""
+    allow_pickle: tuple[Annotated[str, "MODULE.NAME"], ...] = ()
+    """What the checkpoint's files may ask for when they are read, beyond the pipeline's own."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -33,6 +33,7 @@ from pipeline.data.tokenizer_folder import BESIDE_TOKENS, chosen_tokenizer, toke
 from pipeline.data.tokenizer_training import train_tokenizer
 from pipeline.job.options import (
     BadRecord,
+    FolderName,
     Gigabytes,
     LostCharacters,
     Name,
@@ -56,9 +57,9 @@ class PrepareOptions:
     inputs: Annotated[tuple[PathName, ...], tyro.conf.Positional, tyro.conf.arg(metavar="INPUT [INPUT ...]")]
     """What --data of a run takes: text files, .jsonl, .ndjson and .json with an object on each line (also .gz
     and .zst), .parquet, folders of them, saved datasets, hub:NAME. With --inspect alone, token files."""
-    output: PathName | None = None
-    """PREFIX of the files to make."""
-    tokenizer: PathName | None = None
+    output: Annotated[PathName, "PREFIX"] | None = None
+    """What the names of the files to make begin with."""
+    tokenizer: FolderName | None = None
     """bytes, or a Hugging Face tokenizer folder. None: bytes."""
     train_tokenizer: int | None = None
     """Train a byte-level BPE of this many ids on the inputs first, and save it as PREFIX.tokenizer."""
@@ -74,7 +75,7 @@ class PrepareOptions:
     follows. None: each file, line or row is one document."""
     workers: Workers | None = None
     """Processes that tokenize. None: one for each core, or one for a small input."""
-    cache_dir: PathName | None = None
+    cache_dir: FolderName | None = None
     """Folder for local copies of inputs at s3://, gs:// and http(s):// addresses. None: PREFIX.remote."""
     cache_size: Gigabytes = 100.0
     """Gigabytes that the copies may take; the least recently used ones make room."""

@@ -11,11 +11,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import tyro
 
 from pipeline.base.command import end_interrupts, run_command
+from pipeline.base.option_help import Group, Help
 from pipeline.base.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_WRONG_JOB, JobError, Problem
 from pipeline.base.user_input import unwritable
 from pipeline.checkpoints.manifest import Checkpoint
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from pipeline.checkpoints.conversion import ConversionProgress
 
 PROGRAM = "python -m pipeline.reshard"
+_EXAMPLE = "The newest checkpoint of a run, for another recipe and number of ranks."
 LINE_SECONDS = 5.0  # between lines of progress
 
 
@@ -43,6 +45,11 @@ class ReshardOptions(CheckOptions):
     """Convert a checkpoint to another layout offline, on one machine. Takes the options of the launcher and
     those of pretrain.py: they describe the job that is to resume. Without --config, what is not given is as
     in the run.json of the checkpoint's run."""
+
+    HELP: ClassVar[Help] = Help(
+        (Group("options", "checkpoint folder workers"), *CheckOptions.HELP.groups),
+        (("", "runs/mine converted --deepspeed_config ds_configs/zero3.json --world_size 2", _EXAMPLE),),
+    )
 
     checkpoint: Annotated[PathName, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")] = ""
     """A checkpoint, or the folder of a run: its newest one."""

@@ -151,14 +151,6 @@ def test_takes_every_option_of_the_launch(tmp_path: Path, capsys: pytest.Capture
     assert "8 on node1 x 4, node2 x 4" in capsys.readouterr().out
 
 
-def test_help_shows_both_halves(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(["--help"])
-    assert stop.value.code == 0
-    shown = capsys.readouterr().out
-    assert "--hostfile" in shown and "--deepspeed_config" in shown and "--world_size" in shown
-
-
 @pytest.mark.parametrize(
     ("option", "names"),
     [("--list_models", list(PRESETS)), ("--list_recipes", [path.name for path in RECIPES.glob("*.json")])],
@@ -171,6 +163,9 @@ def test_what_there_is_to_choose_from(
     assert stop.value.code == 0
     shown = capsys.readouterr().out
     assert names and [name for name in names if name not in shown] == []
+    assert main([option, "--modle", "tiny"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and "error: --modle = 'tiny': there is no such option" in shown.err
 
 
 def test_a_name_that_the_terminal_cannot_show_is_no_failure(tmp_path: Path) -> None:

@@ -8,13 +8,14 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from pipeline.base.problems import EXIT_FAILED, EXIT_STOPPED, EXIT_WRONG_JOB
 
+HELP, HELP_ALL = "--help", "--help_all"
 _SIZE = re.compile(r"[1-9][0-9]{0,4}")
 # Requests to stop a job.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -32,6 +33,12 @@ def run_command(main: Callable[[], int]) -> NoReturn:
         say(f"error: {where}{error.strerror or error}")
         _drop_output()
         sys.exit(EXIT_FAILED)
+
+
+def help_asked(args: Sequence[str]) -> str:
+    """Which of the two helps a command line asks for; empty for none."""
+    asked = {HELP if each == "-h" else each.replace("-", "_").replace("__", "--", 1) for each in args}
+    return next((each for each in (HELP_ALL, HELP) if each in asked), "")
 
 
 def complete_process() -> None:

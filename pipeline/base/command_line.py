@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import tyro
 
+from pipeline.base.command import help_asked
 from pipeline.base.fields import Field, fields_of, path_problem, remedy_for, with_paths
+from pipeline.base.option_help import end_with_help
 from pipeline.base.problems import JobError, Problem
 from pipeline.base.words import near
 
@@ -30,25 +33,27 @@ def read_command_line(
 
     Args:
         args: The command line; None: this process's.
+        prog: How the command is called; with {} where a launcher's options stand.
         default: What holds for options that are not given, instead of the record's defaults.
         others: Names of options that the same command takes and reads elsewhere.
         foreign: Asked for options that do not exist.
 
     Raises:
         SystemExit: with code 2 after a message for what is left of a command line when all options have their
-            values; with code 0 after --help.
+            values; with code 0 after --help and --help_all.
         JobError: options that do not exist, numbers that are none; a path with a variable that is not set.
     """
     args = sys.argv[1:] if args is None else args
     known = fields_of(kind)
-    asks = {"-h", "--help"} & set(args)
-    if not asks and (problems := list(_problems(args, known, others, foreign))):
+    if asked := help_asked(args):
+        end_with_help(prog or Path(sys.argv[0]).name, [kind], asked)
+    if problems := list(_problems(args, known, others, foreign)):
         raise JobError(problems)
     given = {} if default is None else {"default": default}
     read = tyro.cli(
         kind,
         args=_gathered(args, kind),
-        prog=prog,
+        prog=prog and prog.replace("{} ", ""),
         use_underscores=True,
         config=(tyro.conf.FlagCreatePairsOff,),
         **given,
@@ -59,7 +64,7 @@ def read_command_line(
     return kind(**{name: with_paths(known[name], values[name]) for name in known})
 
 
-def _options(args: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+def given_options(args: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Each option's name and values; what stands before the first one has none."""
     name, values = "", []
     for argument in args:
@@ -77,7 +82,7 @@ def _problems(
 ) -> Iterator[Problem]:
     """Options that do not exist, numbers that are none, and lists with nothing in them."""
     names = [*known, *others]
-    for name, values in _options(args):
+    for name, values in given_options(args):
         if name in known:
             yield from _value_problems(known[name], values)
         elif name and name not in names:

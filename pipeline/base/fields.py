@@ -88,11 +88,13 @@ class Form:
     Attributes:
         kind: bool, int, float, str, dict, list, or a record for an object with described fields.
         item: Of a list.
+        marks: What else the annotation says.
     """
 
     kind: type
     limits: Limits = Limits()
     item: Form | None = None
+    marks: tuple[Any, ...] = ()
 
     @property
     def words(self) -> str:
@@ -234,16 +236,17 @@ def _field(field: dataclasses.Field[Any], hint: Any) -> Field:
 
 
 def _form(hint: Any) -> Form:
-    limits = Limits()
+    limits, marks = Limits(), ()
     if get_origin(hint) is Annotated:
         limits = next((each for each in hint.__metadata__ if isinstance(each, Limits)), limits)
+        marks = tuple(each for each in hint.__metadata__ if each is not limits)
         hint = hint.__origin__
     if get_origin(hint) is Literal:
         choices = get_args(hint)
         return Form(type(choices[0]), Limits(choices=choices))
     if get_origin(hint) in (list, tuple):
-        return Form(list, limits, _form(get_args(hint)[0]))
-    return Form(get_origin(hint) or hint, limits)
+        return Form(list, limits, _form(get_args(hint)[0]), marks)
+    return Form(get_origin(hint) or hint, limits, marks=marks)
 
 
 def shown(value: object) -> str:

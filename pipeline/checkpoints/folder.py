@@ -143,8 +143,8 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def retain(folder: Path, newest: int, rules: SaveRules) -> None:
-    """Remove the run's checkpoints that ``--keep_last`` and ``--keep_every`` do not keep; for one process of
-    each file system, after the checkpoint of step `newest` counts.
+    """Remove the run's checkpoints that ``--keep_last``, ``--keep_every`` and ``--keep_best`` do not keep;
+    for one process of each file system, after the checkpoint of step `newest` counts, which knows the best.
 
     Nothing is removed unless that one is complete. Only complete checkpoints of this run are: not what it
     left behind when it went back, nor anything that is broken or has another name. What cannot be removed is
@@ -154,11 +154,14 @@ def retain(folder: Path, newest: int, rules: SaveRules) -> None:
         return
     try:
         too_old = list(_too_old(folder, newest, rules.keep_last))
+        best = []
+        if too_old and rules.keep_best is not None:
+            best = read_checkpoint(folder / tag_of(newest)).state.best_steps[: rules.keep_best]
     except JobError as error:  # it cannot be listed
         logger.warning(f"no old checkpoint was removed: {error}")
         return
     for step, path in too_old:
-        if rules.keep_every is not None and step % rules.keep_every == 0:
+        if step in best or (rules.keep_every is not None and step % rules.keep_every == 0):
             continue
         try:
             remove_checkpoint(path)

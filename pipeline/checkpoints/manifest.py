@@ -68,6 +68,11 @@ class TrainState:
     best_eval_loss: dict[str, Any] = field(default_factory=dict)
     evaluation_due: bool = False
 
+    @property
+    def best_steps(self) -> list[int]:
+        """Those with the lowest evaluation losses, the lowest first, where their checkpoints are kept."""
+        return [step for step, _ in self.best_eval_loss.get("lowest", ())]
+
 
 @dataclass(frozen=True)
 class FileEntry:

@@ -6,19 +6,18 @@ import argparse
 import contextlib
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import psutil
-from rich.console import RenderableType
 
+from pipeline.base.fields import Limits, fields_of
+from pipeline.base.option_help import Group, Help, other_names
 from pipeline.base.problems import Problem
 from pipeline.base.user_input import expanded, is_file
 from pipeline.cluster.hostfile import address_rule
-from pipeline.job.report import console, model_table, recipe_table
 
 # Below 5 s of failure time-out, a host that swaps is taken for one that is gone.
 LEAST_SECONDS = {"stop_timeout": 0.001, "failure_timeout": 5.0, "step_timeout": 1.0}
@@ -29,27 +28,61 @@ LAUNCHERS = ("pdsh", "openmpi", "mpich", "impi", "mvapich", "slurm")
 
 @dataclass(frozen=True)
 class LauncherOptions:
-    """The options of the ``deepspeed`` launcher that this project passes on. None: not given."""
+    """The options of the ``deepspeed`` launcher that this project passes on, and its own. None: not given."""
 
-    hostfile: str | None = None
-    include: str = ""
-    exclude: str = ""
+    HELP: ClassVar[Help] = Help(
+        (
+            Group("resume", "max_restarts"),
+            Group("hosts", "hostfile include exclude num_nodes num_gpus", "allow_fewer_hosts no_ssh_check"),
+            Group(
+                "launcher",
+                "launcher no_ssh",
+                "node_rank master_addr master_port launcher_args ssh_port launch_addr stop_timeout "
+                "failure_timeout step_timeout",
+            ),
+        )
+    )
+
+    hostfile: Annotated[str, Limits(path=True), "-H", "FILE"] | None = None
+    """Hosts and their slots. None: this machine."""
+    include: Annotated[str, "-i", "HOSTS"] = ""
+    """Use only these: h1@h2:0,2 is all of h1, and slots 0 and 2 of h2. It may be given several times."""
+    exclude: Annotated[str, "-e", "HOSTS"] = ""
+    """Leave these out, written as for --include."""
     num_nodes: int | None = None
-    num_gpus: int | None = None
-    master_addr: str | None = None
-    master_port: int | None = None
-    launcher: str | None = None
-    launcher_args: str | None = None
-    ssh_port: int | None = None
+    """Use the first N hosts."""
+    num_gpus: Annotated[int, "--num_accelerators"] | None = None
+    """Use the first N GPUs of each host; without GPUs, start N ranks. None: all GPUs, or 2 ranks."""
+    master_addr: Annotated[str, "HOST"] | None = None
+    """Address of the first host, as the others reach it."""
+    master_port: Annotated[int, "PORT"] | None = None
+    """Port of the rendezvous. None: a free one."""
+    launcher: Annotated[str, Limits(choices=LAUNCHERS)] | None = None
+    """How other hosts are reached. None: pdsh."""
+    launcher_args: Annotated[str, "ARGS"] | None = None
+    """Arguments for that launcher, quoted as one."""
+    ssh_port: Annotated[int, "PORT"] | None = None
+    """Port of the ssh servers."""
     no_ssh_check: bool = False
+    """Do not go to the hosts for a check before the start."""
     no_ssh: bool = False
+    """Start this host's ranks only, and be run on each host with --node_rank and --master_addr."""
     node_rank: int | None = None
-    stop_timeout: float = 300.0
-    launch_addr: str | None = None
-    failure_timeout: float = 60.0
-    step_timeout: float | None = None
+    """With --no_ssh: this host's place in the hostfile."""
+    stop_timeout: Annotated[float, "SECONDS"] = 300.0
+    """How long ranks may take to save after a first Ctrl-C or SIGTERM."""
+    launch_addr: Annotated[str, "HOST"] | None = None
+    """Address of this machine, as the first host reaches it."""
+    failure_timeout: Annotated[float, "SECONDS"] = 60.0
+    """When a rank, a host or this command is gone, all ranks end within this time."""
+    step_timeout: Annotated[float, "SECONDS"] | None = None
+    """A step after the first that takes longer is hung. Start-up, evaluations and saves always have 1800.
+    None: 20 times the longest of the last 50, at least 300."""
     max_restarts: int = 0
+    """Start again after a failure, from the newest checkpoint, until N starts in a row have brought no new
+    one."""
     allow_fewer_hosts: int | None = None
+    """Leave out hosts that fail their check, as long as N are left; a step stays what it was."""
 
     @property
     def is_first_host(self) -> bool:
@@ -61,31 +94,22 @@ def launcher_parser(program: str = "./launch.sh") -> argparse.ArgumentParser:
     """The launcher's half of the command line of `program`, with DeepSpeed's spelling."""
     parser = argparse.ArgumentParser(
         prog=program,
-        usage="%(prog)s [launcher options] [job options]",
+        usage="%(prog)s [options]",
         add_help=False,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    for name, table in (("models", model_table), ("recipes", recipe_table)):
-        action = partial(_Print, table=table)
-        parser.add_argument(f"--list_{name}", action=action, nargs=0, help=f"print the {name}, and leave")
-    group = parser.add_argument_group("launcher options")
-    _add_hosts(group)
-    _add_ways(group)
-    _add_times(group)
+    for name, field in fields_of(LauncherOptions).items():
+        form = field.forms[0]
+        names = sorted({f"--{name}", *other_names(field)}, key=len)
+        if form.kind is bool:
+            parser.add_argument(*names, action="store_true")
+        elif name in ("include", "exclude"):
+            parser.add_argument(*names, action=_Joined)
+        else:
+            kind = _path if field.is_path else form.kind
+            parser.add_argument(*names, dest=name, type=kind, choices=field.choices or None)
     return parser
-
-
-class _Print(argparse.Action):
-    """Shows a table, and ends the process as --help does."""
-
-    def __init__(self, *args: Any, table: Callable[[], RenderableType], **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._table = table
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        console().print(self._table())
-        parser.exit()
 
 
 class _Joined(argparse.Action):
@@ -103,72 +127,6 @@ def _path(text: str) -> str:
         return expanded(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text}: {error}. Write the path in full.") from error
-
-
-def _add_hosts(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("-H", "--hostfile", type=_path, metavar="FILE", help="hosts and slots (default: this machine)")
-    add("-i", "--include", action=_Joined, metavar="HOST[:SLOT,..]@..", help="use only these")
-    add("-e", "--exclude", action=_Joined, metavar="HOST[:SLOT,..]@..", help="leave these out")
-    add("--num_nodes", type=int, metavar="N", help="use the first N hosts")
-    add(
-        "--num_gpus",
-        "--num_accelerators",
-        type=int,
-        metavar="N",
-        help="use the first N GPUs of each host; without GPUs, start N ranks (default: 2)",
-    )
-
-
-def _add_ways(group: argparse._ArgumentGroup) -> None:
-    """How hosts reach each other."""
-    add = group.add_argument
-    add("--master_addr", metavar="HOST", help="address of the first host, as the others reach it")
-    add("--master_port", type=int, metavar="PORT", help="port of the rendezvous (default: a free one)")
-    add("--launcher", choices=LAUNCHERS, help="how other hosts are reached (default: pdsh)")
-    add("--launcher_args", metavar="ARGS", help="arguments for that launcher, quoted as one")
-    add("--ssh_port", type=int, metavar="PORT", help="port of the ssh servers")
-    add("--no_ssh_check", action="store_true", help="do not go to the hosts for a check before the start")
-    add("--no_ssh", action="store_true", help="start this host's ranks only; run the command on each host")
-    add("--node_rank", type=int, metavar="N", help="with --no_ssh: this host's place in the hostfile")
-    add("--launch_addr", metavar="HOST", help="address of this machine, as the first host reaches it")
-
-
-def _add_times(group: argparse._ArgumentGroup) -> None:
-    """How long is waited, and what follows a failure."""
-    add = group.add_argument
-    add(
-        "--stop_timeout",
-        type=float,
-        metavar="SECONDS",
-        help="how long ranks may take to save after a first Ctrl-C or SIGTERM (default: 300)",
-    )
-    add(
-        "--failure_timeout",
-        type=float,
-        metavar="SECONDS",
-        help="when a rank, a host or this command is gone, all ranks end within this time (default: 60)",
-    )
-    add(
-        "--step_timeout",
-        type=float,
-        metavar="SECONDS",
-        help="a step after the first that takes longer is hung (default: 20 times the longest of the last "
-        "50, at least 300); start-up, evaluations and saves always have 1800",
-    )
-    add(
-        "--max_restarts",
-        type=int,
-        metavar="N",
-        help="start again after a failure, from the newest checkpoint, until N starts in a row have brought "
-        "no new one (default: 0)",
-    )
-    add(
-        "--allow_fewer_hosts",
-        type=int,
-        metavar="MIN",
-        help="leave out hosts that fail their check, as long as MIN are left; a step stays what it was",
-    )
 
 
 def split_arguments(

@@ -136,6 +136,7 @@ class SaveRules:
         stop_on_failure: A save that failed ends the run.
         keep_last: Checkpoints that are kept, the newest ones; None: all.
         keep_every: Beside them: those whose step is a multiple of this.
+        keep_best: Beside them: those of so many lowest validation losses, which are saved for that.
     """
 
     interval: int
@@ -143,6 +144,7 @@ class SaveRules:
     stop_on_failure: bool
     keep_last: int | None
     keep_every: int | None
+    keep_best: int | None = None
 
 
 @dataclass(frozen=True)

@@ -12,17 +12,19 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import tyro
 
-from pipeline.base.command_line import read_command_line, with_expanded_paths
+from pipeline.base.command_line import given_options, read_command_line, with_expanded_paths
 from pipeline.base.fields import Limits, fields_of, range_problems, type_problem
 from pipeline.base.json_reader import saved_json
+from pipeline.base.option_help import Group, Help
 from pipeline.base.problems import JobError, Problem, job_error
 from pipeline.base.user_input import exists, parse_duration
 from pipeline.base.words import did_you_mean
 from pipeline.job.foreign_keys import of_megatron
+from pipeline.job.models import PRESETS
 from pipeline.job.schema import KEYS
 from pipeline.job.stop_file import STAMP
 
@@ -37,42 +39,91 @@ Share = Annotated[float, Limits(0, 1, below=True)]
 Gigabytes = Annotated[float, Limits(0, 1e9, above=True)]
 Name = Annotated[str, Limits(filled=True)]
 PathName = Annotated[str, Limits(filled=True, path=True)]
+FileName = Annotated[PathName, "FILE"]
+FolderName = Annotated[PathName, "FOLDER"]
 LostCharacters = Annotated[str, Limits(choices=("stop", "continue"))]
 BadRecord = Annotated[str, Limits(choices=("stop", "skip"))]
 LONGEST_DAYS = 36500  # of --time_limit
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
+RECIPES = tuple(sorted((Path(__file__).resolve().parents[2] / "ds_configs").glob("*.json")))
+# Each option is in one of these; `tests/job/test_options.py` says so.
+JOB_GROUPS = (
+    Group(
+        "run",
+        "deepspeed_config set config output_dir train_steps train_tokens time_limit seed",
+        "strict print_config log_interval log_samples sample_tokens sample_prompt stop_file",
+        f"recipes, as ds_configs/NAME.json: {', '.join(path.stem for path in RECIPES)}",
+    ),
+    Group("model", "model seq_length", "dropout", f"presets: {', '.join(PRESETS)}"),
+    Group(
+        "data",
+        "data validation tokenizer",
+        "data_blend text_field document_separator document_mask mask_document_end on_bad_record "
+        "on_lost_characters cache_dir cache_size",
+    ),
+    Group(
+        "schedule of saves and evaluations",
+        "save_interval keep_last eval_interval eval_samples",
+        "keep_best keep_every async_save save_failure eval_fraction",
+    ),
+    Group("resume", "resume", "allow_pickle"),
+    Group("hosts"),
+    Group("launcher"),
+    Group("set by launchers", "", "deepspeed local_rank started_at stop_stamp"),
+)
+JOB_EXAMPLES = (
+    ("", "", "A tiny model, on all GPUs or on two CPU ranks: nothing to prepare."),
+    ("", "--data corpus.txt --output_dir runs/mine", "A text of your own."),
+    (
+        "--num_gpus 4",
+        "--model gpt2 --deepspeed_config ds_configs/zero2.json --set optimizer.params.lr=3e-4",
+        "Another model and recipe, and a value over it.",
+    ),
+    (
+        "--hostfile hostfiles/a100x4",
+        "--model llama3-8b --deepspeed_config ds_configs/four_way.json",
+        "Over the hosts of a file, in all four kinds of parallelism.",
+    ),
+    ("", "--config runs/mine/run.json --train_steps 20000", "A run with its own options, longer."),
+)
+
+
 @dataclass(frozen=True)
 class Options:
-    """Pretrain a GPT with DeepSpeed: pipeline, data (ZeRO), sequence and tensor parallelism in one job."""
+    """Pretrain a GPT with DeepSpeed: pipeline, data (ZeRO), sequence and tensor parallelism in one job. Batch
+    sizes, precision, ZeRO, optimizer and parallel sizes are keys of the DeepSpeed JSON."""
 
-    deepspeed_config: PathName = "ds_configs/zero1.json"
+    HELP: ClassVar[Help] = Help(JOB_GROUPS, JOB_EXAMPLES)
+
+    deepspeed_config: FileName = "ds_configs/zero1.json"
     """DeepSpeed JSON: batch sizes, precision, ZeRO, optimizer, schedule and the parallel sizes. A relative
     path is looked up in the current folder, then in the project's."""
-    set: tuple[str, ...] = ()
-    """KEY=VALUE over the DeepSpeed JSON: --set optimizer.params.lr=3e-4 zero_optimization.stage=2. VALUE as
-    JSON has it; what is no JSON is a text. The last of a KEY counts. Beside --config they are added to
-    those of the run.json, unless --deepspeed_config names another file."""
+    set: tuple[Annotated[str, "KEY=VALUE"], ...] = ()
+    """Values over the DeepSpeed JSON: --set optimizer.params.lr=3e-4 zero_optimization.stage=2. VALUE as JSON
+    has it; what is no JSON is a text. The last of a KEY counts. Beside --config they are added to those of
+    the run.json, unless --deepspeed_config names another file."""
     strict: bool = False
     """Refuse what is otherwise noted: keys of the JSON that change nothing in this job."""
     model: PathName = "auto"
-    """Preset, or a usual name of one (gpt2, llama-3-8b), or a config.json, for random weights; or a Hugging
-    Face folder, whose weights and tokenizer are used where it has some. auto: tiny on CPU, gpt2-124m on
-    GPU."""
+    """Preset or a usual name of one (gpt2, llama-3-8b), a config.json, or a Hugging Face folder. Presets and
+    a config.json get random weights; a folder's weights and tokenizer are used where it has some. auto: tiny
+    on CPU, gpt2-124m on GPU."""
     data: tuple[PathName, ...] = ()
-    """What to train on: text files, .jsonl, .ndjson and .json with an object on each line (also with .gz or
-    .zst), .parquet, folders of them, saved datasets folders, the PREFIX of Megatron token files, hub:NAME;
-    files, folders and PREFIX at s3://, gs:// and http(s):// addresses, too. PATH=WEIGHT for each: a blend of
-    sources with these shares of the samples. None: the source text of Python's standard library."""
-    data_blend: PathName | None = None
+    """Text files, .jsonl, .parquet, folders of them, datasets, the PREFIX of Megatron token files, hub:NAME;
+    PATH=WEIGHT for a blend. Also .ndjson and .json with an object on each line, .gz and .zst of these, saved
+    datasets folders; and files, folders and PREFIX at s3://, gs:// and http(s):// addresses. WEIGHT is a
+    source's share of the samples. None: the source text of Python's standard library."""
+    data_blend: FileName | None = None
     """JSON of named sources and weights, instead of --data:
     {"sources": [{"name": "books", "data": "books.txt", "weight": 0.7}, ...]}."""
-    validation: tuple[PathName, ...] = ()
-    """Validation sets, NAME=PATH; a NAME may come several times. Each is evaluated and logged by its name."""
-    tokenizer: Annotated[str, Limits(path=True)] | None = None
-    """bytes, or a Hugging Face tokenizer folder. None: the one saved beside token files, else the one in the
-    model's folder, else bytes."""
+    validation: tuple[Annotated[PathName, "NAME=PATH"], ...] = ()
+    """Validation sets, each evaluated and logged by its name. A NAME may come several times. None: a share of
+    --data."""
+    tokenizer: Annotated[str, Limits(path=True), "FOLDER"] | None = None
+    """bytes, or a Hugging Face tokenizer folder. None: the one beside token files, else the model's, else
+    bytes."""
     text_field: str = "text"
     """The field of JSON lines, and the column of Parquet files and datasets, that holds the text."""
     on_bad_record: BadRecord = "stop"
@@ -83,7 +134,7 @@ class Options:
     document_separator: Name | None = None
     """What stands between two documents inside a text, "<|endoftext|>" say; with it goes the line break that
     follows. None: each file, line or row is one document."""
-    cache_dir: PathName | None = None
+    cache_dir: FolderName | None = None
     """Folder, on a disk of each host, for copies of data at s3://, gs://, http:// and https:// addresses.
     None: data/remote in output_dir."""
     cache_size: Gigabytes = 100.0
@@ -95,49 +146,52 @@ class Options:
     mask_document_end: bool = False
     """Leave out of the loss what follows a document's last token: another document's beginning."""
     train_steps: Count | None = None
-    """Optimizer steps of the whole run, resumed parts included. None: the model's default."""
+    """Optimizer steps of the whole run, resumed parts included. None: the model's."""
     train_tokens: Count | None = None
     """The run's length in tokens instead of steps; rounded up to whole steps."""
     dropout: Share | None = None
     """Dropout rate (embedding, residual branches, attention), 0 to below 1. None: the model's."""
     eval_interval: Amount | None = None
-    """Steps between validation losses; the last step always has one. 0: only the last. None: a tenth of the
-    run, at least 25."""
+    """Steps between validation losses. The last step always has one; 0: only that. None: a tenth of the run,
+    at least 25."""
     eval_samples: Amount = 64
-    """Held-out samples per evaluation (at most as many as there are); 0 turns evaluation off."""
+    """Held-out samples per evaluation; 0 turns evaluation off. At most as many as there are."""
     eval_fraction: Share | None = None
     """Share of each source's tokens that is kept for validation, 0 to below 1. None: 0.05, at most 10 million
     tokens of each, or 0 beside --validation."""
     save_interval: Amount | None = None
-    """Steps between checkpoints; the last step always saves. None or 0: only the last."""
+    """Steps between checkpoints. The last step always saves; 0: only that. None: only the last."""
     async_save: bool = False
     """Write checkpoints while training continues, from a copy in host memory: as many bytes as the files of a
     host's ranks take."""
     save_failure: Annotated[str, Limits(choices=("continue", "stop"))] = "continue"
     """continue: a checkpoint that could not be saved is reported; stop: it ends the run, with exit code 1.
     One that the run would end with always does."""
-    time_limit: Name | None = None
+    time_limit: Annotated[Name, "TIME"] | None = None
     """Save and stop before this time is over: 3600, 90m, 3h30m, 1-12:00:00. Counted from the launch; what the
     saving takes is kept free."""
-    stop_file: PathName | None = None
+    stop_file: FileName | None = None
     """Save and stop when this file appears, or is touched again. None: STOP in output_dir, which is removed
     when the run has stopped."""
     log_interval: Count = 10
     """Steps between lines on the console; metrics.jsonl has every step."""
     log_samples: bool = False
     """Write samples.jsonl: the samples of every step, by source and number."""
-    output_dir: PathName | None = None
+    output_dir: FolderName | None = None
     """Folder of the run. None: runs/<model name>, for a model folder runs/from_<its name>."""
     resume: PathName = "auto"
-    """auto: from the newest checkpoint in output_dir if there is one; never: start at step 0, refusing a
-    folder that holds checkpoints; or the path of a checkpoint."""
-    allow_pickle: tuple[str, ...] = ()
-    """MODULE.NAME of things that a checkpoint's files may call beyond those that DeepSpeed puts there. For
-    files that you trust."""
+    """auto, never, or the checkpoint to continue from. With never, a folder that holds checkpoints is
+    refused, and the run starts at step 0. auto: the newest in output_dir, if any."""
+    allow_pickle: tuple[Annotated[str, "MODULE.NAME"], ...] = ()
+    """What a checkpoint's files may call beyond those things that DeepSpeed puts there. For files that you
+    trust."""
     keep_last: Count | None = None
-    """Checkpoints that are kept, the newest ones. None: all."""
+    """Newest checkpoints that are kept. None: all."""
     keep_every: Count | None = None
     """Beside those of keep_last: checkpoints whose step is a multiple of this."""
+    keep_best: Count | None = None
+    """Beside those of keep_last: checkpoints of so many lowest validation losses (the mean over the tokens of
+    all sets). A step that has one is saved, whatever save_interval says."""
     seed: Amount = 1234
     """Seed of the initial weights, the sample order and dropout."""
     sample_tokens: Amount = 200
@@ -146,7 +200,7 @@ class Options:
     """The text that the generated sample continues."""
     print_config: bool = False
     """Print the dict that DeepSpeed receives."""
-    config: PathName | None = None
+    config: FileName | None = None
     """A run.json: its options become the defaults, options given beside it win."""
     started_at: Annotated[float, Limits(0, inf, below=True)] | None = None
     """When the job was launched, in seconds since 1970; ./launch.sh says so. None: when rank 0 started."""
@@ -197,27 +251,40 @@ _OF_ONE_CALL = frozenset(
 
 @dataclass(frozen=True)
 class CheckOptions(Options):
-    """Check a job before any rank starts: its layout, sizes and every problem. Takes the options of the
-    launcher and those of pretrain.py."""
+    """Check a job before any rank starts: its layout, sizes and every problem. Takes all options of
+    ./launch.sh."""
+
+    HELP: ClassVar[Help] = Help(
+        (Group("check", "world_size device hosts environment", "hosts_like fabric"), *JOB_GROUPS),
+        JOB_EXAMPLES,
+    )
 
     world_size: int | None = None
-    """Check for this many ranks on one host, whatever this machine has."""
-    hosts_like: str | None = None
-    """Check for hosts that this machine does not know: HOSTSxSLOTS, such as 2048x8."""
-    device: str | None = None
-    """Check for ranks with this device, whatever this machine has: v100-32gb, a100-80gb, h100, t4, cpu."""
+    """Ranks on one host, whatever this machine has."""
+    hosts_like: Annotated[str, "HOSTSxSLOTS"] | None = None
+    """Check for hosts that this machine does not know, such as 2048x8."""
+    device: Annotated[str, "DEVICE"] | None = None
+    """Of the ranks: v100-32gb, a100-80gb, h100, t4, cpu, whatever this machine has."""
     hosts: bool = False
-    """Go to every host of the hostfile as well, over ssh, and compare what is there."""
+    """Go to every host of the hostfile, too, and compare what is there."""
     fabric: bool = False
-    """After that, start a process per slot for some seconds, try every link between them, and measure."""
+    """As --hosts; then start a process per slot for some seconds, try every link, and measure."""
     environment: bool = False
-    """Look at this machine, at no job: driver, GPUs, torch and its speed, disks, and what is missing."""
+    """Look at this machine, at no job. Driver, GPUs, torch and its speed, disks, and what is missing."""
 
 
 @dataclass(frozen=True)
 class EvaluateOptions(Options):
     """Validation losses of a checkpoint, or of a Hugging Face folder, on whole sets, as JSON. Takes the
     options of the launcher and those of pretrain.py, which need not be given again for a run."""
+
+    HELP: ClassVar[Help] = Help(
+        (Group("evaluation", "source step output"), *JOB_GROUPS),
+        (
+            ("", "runs/tiny", "The newest checkpoint of a run, on its held-out data."),
+            ("--num_gpus 4", "exported/tiny --validation books=books.txt", "A folder's weights, on 4 ranks."),
+        ),
+    )
 
     source: Annotated[PathName, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|FOLDER")] = "."
     """A run's --output_dir (the newest complete checkpoint is taken), one checkpoint, or a Hugging Face
@@ -256,8 +323,9 @@ def parse_options(
         JobError: as `read_command_line`; or the file given with --config cannot be used.
     """
     args = spelled_out(args, kind)
-    saved = _config_argument(args)
-    default = kind() if saved is None else from_run_file(Path(saved), kind)
+    # Ahead of the full parse, because it supplies that parse's defaults.
+    saved = [values[0] for name, values in given_options(args) if name == "config" and values]
+    default = from_run_file(Path(saved[-1]), kind) if saved else kind()
     # What is given replaces a default, and these add to it.
     read = read_command_line(kind, args, prog, replace(default, set=()), others, _of_others)
     kept = default.set if read.deepspeed_config == default.deepspeed_config else ()
@@ -347,8 +415,9 @@ _VALUES_OF_OTHERS = {
         "constant": "null",
     },
     "activation_checkpointing.mode": {**dict.fromkeys(_OFF, "none"), "selective": "selective", "": "full"},
-    "fp16.enabled": {**dict.fromkeys(_OFF, "false"), "": "true"},
-    "bf16.enabled": {**dict.fromkeys(_OFF, "false"), "": "true"},
+    **{
+        f"{precision}.enabled": {**dict.fromkeys(_OFF, "false"), "": "true"} for precision in ("fp16", "bf16")
+    },
 }
 
 
@@ -367,17 +436,6 @@ def _of_others(name: str, values: Sequence[str]) -> tuple[str, str] | None:
         value = "auto" if (option, value) == ("resume", "True") else value
         return "has another name here", f"Give --{option} {value or 'VALUE'}"
     return of_megatron(name, value, {})
-
-
-def _config_argument(args: Sequence[str]) -> str | None:
-    """The last value of --config, found ahead of the full parse because it supplies that parse's defaults."""
-    found = None
-    for argument, following in pairwise([*args, ""]):
-        if argument == "--config" and following:
-            found = following
-        elif argument.startswith("--config="):
-            found = argument.removeprefix("--config=")
-    return found
 
 
 def from_run_file(path: Path, kind: type[O] = Options) -> O:  # type: ignore[assignment]

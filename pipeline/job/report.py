@@ -15,7 +15,8 @@ from pipeline.base.problems import Problem
 from pipeline.base.words import counted, cut, size
 from pipeline.job.job import Batch, Job, OptimizerConfig
 from pipeline.job.models import PRESETS
-from pipeline.job.resolve import PROJECT, Draft
+from pipeline.job.options import RECIPES
+from pipeline.job.resolve import Draft
 from pipeline.job.world import World
 from pipeline.model.config import ModelConfig
 from pipeline.model.counts import LayerSize, layer_parameters, stage_parameters, total_parameters
@@ -61,7 +62,7 @@ def model_table() -> RenderableType:
 def recipe_table() -> RenderableType:
     """The project's DeepSpeed files, each with what its first sentence says."""
     table = Table("--deepspeed_config", "", box=None)
-    for path in sorted((PROJECT / "ds_configs").glob("*.json")):
+    for path in RECIPES:
         comment = re.findall(r"^ *// ?(.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
         table.add_row(f"ds_configs/{path.name}", " ".join(comment).partition(". ")[0])
     return table

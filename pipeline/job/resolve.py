@@ -412,6 +412,7 @@ def _saves(options: Options) -> SaveRules:
         stop_on_failure=options.save_failure == "stop",
         keep_last=options.keep_last,
         keep_every=options.keep_every,
+        keep_best=options.keep_best,
     )
 
 

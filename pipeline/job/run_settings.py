@@ -45,6 +45,7 @@ def common_facts(job: Job) -> dict[str, Any]:
         "eval_samples": job.data.eval_samples,
         "validation": [each.name for each in job.data.validation],
         "save_interval": job.saves.interval,
+        "keep_best": job.saves.keep_best,
         "async_save": job.saves.in_background,
         "sample_tokens": job.reporting.sample_tokens,
     }

@@ -137,9 +137,16 @@ def evaluation(f: Facts) -> Iterable[Problem]:
 
 
 def retention(f: Facts) -> Iterable[Problem]:
-    if f.options.keep_every is not None and f.options.keep_last is None:
-        rule = "says what is kept beside the newest checkpoints, and not how many of these are"
-        yield Problem("keep_every", f.options.keep_every, rule, "Give --keep_last, too")
+    for key in ("keep_every", "keep_best"):
+        value = getattr(f.options, key)
+        if value is not None and f.options.keep_last is None:
+            rule = "says what is kept beside the newest checkpoints, and not how many of these are"
+            yield Problem(key, value, rule, "Give --keep_last, too")
+    if f.options.keep_best is not None and f.options.eval_samples == 0:
+        rule = "goes by validation losses, and there are none with eval_samples 0"
+        yield Problem(
+            "keep_best", f.options.keep_best, rule, "Raise --eval_samples, or leave --keep_best out"
+        )
 
 
 def prompt(f: Facts) -> Iterable[Problem]:

@@ -8,10 +8,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, ClassVar, TypeVar
 
-from pipeline.base.command import reader_may_leave, say
-from pipeline.base.problems import JobError
+from pipeline.base.command import help_asked, say
+from pipeline.base.command_line import given_options
+from pipeline.base.option_help import Group, Help, end_with_help
+from pipeline.base.problems import EXIT_FINISHED, JobError
 from pipeline.base.user_input import home_folder
 from pipeline.checkpoints.output import checkpoint_bytes, space_problems
 from pipeline.checkpoints.resume import examine_resume
@@ -19,14 +21,13 @@ from pipeline.cluster.agent.host_inquiry import Inquiry
 from pipeline.cluster.forwarded_environment import deepspeed_env
 from pipeline.cluster.launcher_options import (
     LauncherOptions,
-    launcher_parser,
     launcher_problems,
     split_arguments,
 )
 from pipeline.cluster.world import Paper, resolve_world
 from pipeline.job.job import Job
 from pipeline.job.options import Options, parse_options, spelled_out
-from pipeline.job.report import console, describe, print_problems, verdict
+from pipeline.job.report import console, describe, model_table, print_problems, recipe_table, verdict
 from pipeline.job.resolve import Draft, examine
 from pipeline.job.world import World
 from pipeline.launch.fewer_hosts import Plan, describe_fewer, on_hosts, plan_fewer, separate_folders
@@ -35,6 +36,19 @@ from pipeline.launch.host_check.host_check import HostCheck, ask_job_hosts, host
 from pipeline.launch.launcher_command import SCRIPT, launcher_world_problems, start_problems, unused_problems
 
 O = TypeVar("O", bound=Options)  # noqa: E741
+LISTS = {"list_models": model_table, "list_recipes": recipe_table}
+
+
+@dataclass(frozen=True)
+class Lists:
+    """Options that print what there is, and end the command."""
+
+    HELP: ClassVar[Help] = Help((Group("help", "list_models list_recipes"),))
+
+    list_models: bool = False
+    """Print the presets with their sizes."""
+    list_recipes: bool = False
+    """Print the recipes, and what each is for."""
 
 
 def read_arguments(
@@ -43,19 +57,22 @@ def read_arguments(
     """The launcher's options, the job's, and those of the arguments that are the job's.
 
     Raises:
-        SystemExit: code 2 after a message for an option that does not exist or a value of the wrong type;
-            code 0 after --help, which shows both halves.
-        JobError: a --config file that cannot be used, or --data without a path.
+        SystemExit: code 2 after a message for a value of the wrong type; code 0 after help, or a list that is
+            asked for.
+        JobError: an option that does not exist, a --config file that cannot be used, --data without a path.
     """
-    if "--help" in arguments or "-h" in arguments:
-        with reader_may_leave():
-            launcher_parser(program).print_help()
-            print("\njob options:\n", flush=True)
-            parse_options(["--help"], kind, program)  # ends this process
-    launcher, job_arguments = split_arguments(arguments, program)
+    if asked := help_asked(arguments):
+        end_with_help(program, (kind, LauncherOptions, Lists), asked)
+    lists = [name for name, _ in given_options(arguments) if name in LISTS]
+    rest = [word for word in arguments if word not in {f"--{name}" for name in lists}]
+    launcher, job_arguments = split_arguments(rest, program)
     job_arguments = spelled_out(job_arguments, kind)
-    others = [option.name for option in fields(LauncherOptions)] + ["list_models", "list_recipes"]
-    return launcher, parse_options(job_arguments, kind, program, others), job_arguments
+    others = [*(option.name for option in fields(LauncherOptions)), *LISTS]
+    options = parse_options(job_arguments, kind, program, others)
+    if lists:  # beside a wrong option there is none
+        console().print(*(LISTS[name]() for name in lists))
+        sys.exit(EXIT_FINISHED)
+    return launcher, options, job_arguments
 
 
 def check(

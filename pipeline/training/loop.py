@@ -103,8 +103,11 @@ class Loop:
             SaveFailed: what the run ends with could not be saved.
         """
         first = self.state.step + 1
-        if self.state.evaluation_due and not self._evaluate(self.state.step):
-            return self._stop()
+        if self.state.evaluation_due:
+            if not self._evaluate(self.state.step):
+                return self._stop()
+            if self._is_among_best(self.state.step):
+                self._timed(lambda: self.saves.save(self.state))
         for step in range(first, self.job.train_steps + 1):
             begin = time.perf_counter()
             self.progress("training", self.state.step)
@@ -124,7 +127,7 @@ class Loop:
             self.compare_copies(step)
             if self._is_due(step, self.job.eval_interval) and not self._evaluate(step):
                 return self._stop()
-            if self._is_due(step, self.job.saves.interval):
+            if self._is_due(step, self.job.saves.interval) or self._is_among_best(step):
                 self.progress("saving", step)
                 self._timed(lambda: self.saves.save(self.state))
         self.progress("saving", self.state.step)
@@ -151,6 +154,13 @@ class Loop:
 
     def _is_due(self, step: int, interval: int) -> bool:
         return step == self.job.train_steps or (interval > 0 and step % interval == 0)
+
+    def _is_among_best(self, step: int) -> bool:
+        """Whether `step` is to be saved for its validation loss. Collective where such are kept: rank 0 says
+        so for all, as a last digit in which ranks differed would have some of them wait for ever."""
+        if self.job.saves.keep_best is None:
+            return False
+        return bool(gather_rows(self.parallel, int(step in self.state.best_steps))[0, 0])
 
     def _check_finite(self, result: StepResult, step: int, batch: StepBatch) -> None:
         """Refuse to train on from a step that is not finite. An overflow that DeepSpeed skipped left the
@@ -193,7 +203,7 @@ class Loop:
                 return False
             losses[name] = found
             times[name] = round(time.perf_counter() - begin, 6), now()
-        best = with_evaluation(self.state.best_eval_loss, step, losses)
+        best = with_evaluation(self.state.best_eval_loss, step, losses, self.job.saves.keep_best)
         self.state = replace(self.state, evaluation_due=False, best_eval_loss=best)
         for name, (loss, _) in losses.items():
             for sink in self.sinks:

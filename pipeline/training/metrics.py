@@ -6,7 +6,9 @@ at:
     {"loss": 2.31, "step": 400,
      "sets": {"books": {"loss": 2.10, "step": 400}, "code": {"loss": 2.4, "step": 380}}}
 
-All together means the mean over the tokens of all sets. A set without a name is called "".
+All together means the mean over the tokens of all sets. A set without a name is called "". A run that keeps
+its best checkpoints has beside them ``"lowest": [[400, 2.31], [380, 2.33]]``, steps and their losses of all
+together, the lowest first.
 """
 
 from __future__ import annotations
@@ -92,9 +94,15 @@ class MetricsSink(Protocol):
 
 
 def with_evaluation(
-    best: Mapping[str, Any], step: int, losses: Mapping[str | None, tuple[float, int]]
+    best: Mapping[str, Any],
+    step: int,
+    losses: Mapping[str | None, tuple[float, int]],
+    keep: int | None = None,
 ) -> dict[str, Any]:
-    """The lowest losses after an evaluation of every set: its loss, and its number of unmasked tokens."""
+    """The lowest losses after an evaluation of every set: its loss, and its number of unmasked tokens.
+
+    `keep`: as many of all together are listed; None: there is no list.
+    """
     if not losses:
         return dict(best)
     tokens = sum(count for _, count in losses.values())
@@ -103,7 +111,16 @@ def with_evaluation(
     for name, (loss, _) in losses.items():
         sets[name or ""] = _lower(sets.get(name or ""), loss, step)
     known = {name: entry for name, entry in sets.items() if entry is not None}
-    return {**(_lower(best or None, together, step) or {}), "sets": known}
+    listed = {} if keep is None else {"lowest": _lowest(best, together, step)[:keep]}
+    return {**(_lower(best or None, together, step) or {}), "sets": known, **listed}
+
+
+def _lowest(best: Mapping[str, Any], loss: float, step: int) -> list[list[Any]]:
+    """Steps and losses, the lowest first, with a new one; the earlier first of equal ones. A run that had no
+    list begins with the lowest that it knows."""
+    before = best.get("lowest", [[best["step"], best["loss"]]] if "loss" in best else [])
+    found = [*before, [step, loss]] if math.isfinite(loss) else before
+    return sorted(found, key=lambda each: (each[1], each[0]))
 
 
 def _lower(best: Mapping[str, Any] | None, loss: float, step: int) -> dict[str, Any] | None:

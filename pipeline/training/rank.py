@@ -73,6 +73,9 @@ def live_owned(part: Part) -> NoReturn:
     end_process(code)
 
 
+PROGRAM = "deepspeed {} pipeline/pretrain.py"
+
+
 def run_rank(
     arguments: Sequence[str],
     environment: RankEnvironment,
@@ -90,7 +93,7 @@ def run_rank(
     output_dir = None
     try:
         with one_report_per_host(environment):
-            options = parse_options(arguments)
+            options = parse_options(arguments, prog=PROGRAM)
             output_dir = options.output_dir
             options = with_stamp(options, output_dir)
             job = read_job(options, environment, inherited)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 
 from pipeline.base.words import counted, cut
+from pipeline.checkpoints.folder import tag_of
+from pipeline.checkpoints.manifest import MANIFEST
 from pipeline.checkpoints.resume import Selection, origin_lines
 from pipeline.data.training_data import TrainingData
 from pipeline.job.job import Job
+from pipeline.job.run_file import CHECKPOINTS
 
 # Up to four passes, repeated tokens are nearly worth new ones (Muennighoff et al. 2023).
 MANY_PASSES = 4
@@ -76,6 +80,16 @@ def resume_hint(job: Job, by_name: bool = False) -> str:
 def continue_hint(job: Job, done: int) -> str:
     """How a run that has finished `done` steps is trained on."""
     return f"to continue training: {_again(job, '--train_steps', str(2 * done))}"
+
+
+def export_hint(job: Job, step: int) -> str | None:
+    """How the checkpoint of the lowest validation loss is exported; None if it is not there."""
+    path = Path(job.output_dir) / CHECKPOINTS / tag_of(step)
+    if not (path / MANIFEST).exists():
+        return None
+    return (
+        f"its checkpoint as a Hugging Face folder: python -m pipeline.export {shlex.quote(str(path))} FOLDER"
+    )
 
 
 def _again(job: Job, *more: str) -> str:

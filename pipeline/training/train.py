@@ -32,7 +32,7 @@ from pipeline.training.monitors import Monitors, Start
 from pipeline.training.preparing import Prepared
 from pipeline.training.run_files import SAMPLES_FILE, MetricsFile, SampleLog
 from pipeline.training.saves import RunSaves
-from pipeline.training.summary import continue_hint, resume_hint
+from pipeline.training.summary import continue_hint, export_hint, resume_hint
 from pipeline.training.throughput import Speedometer, peak_tflops
 
 logger = logging.getLogger(__name__)
@@ -124,6 +124,8 @@ def _summarize(loop: Loop, prepared: Prepared) -> None:
         _evaluate_again(loop, prepared)
     if line := best_line(loop.state.best_eval_loss):
         logger.info(line)
+        if hint := export_hint(job, loop.state.best_eval_loss["step"]):
+            logger.info(hint)
     prompt, count = job.reporting.sample_prompt, job.reporting.sample_tokens
     if count > 0:
         try:

@@ -27,7 +27,7 @@ def first_line(*arguments: str) -> tuple[str, str, int]:
 @pytest.mark.parametrize("command", ["check", "reshard"])
 def test_help_names_the_command_and_a_reader_may_leave(command: str) -> None:
     line, errors, _ = first_line("-m", f"pipeline.{command}", "--help")
-    assert line == f"usage: python -m pipeline.{command} [launcher options] [job options]\n"
+    assert line.startswith(f"usage: python -m pipeline.{command} ") and line.endswith("[options]\n")
     assert errors == ""
 
 

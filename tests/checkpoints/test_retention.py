@@ -55,6 +55,19 @@ def test_the_last_and_every_so_many_are_kept(options: dict[str, int], expected: 
     assert run_of(tmp_path, 7, **options)[1] == expected
 
 
+def test_the_lowest_losses_are_kept_beside_the_last(tmp_path: Path):
+    """What the newest checkpoint lists; of a list that was longer, the first."""
+    lowest: list[list[float]] = []
+    rules = job_in(tmp_path, keep_last=1, keep_best=2).saves
+    for step, loss in enumerate((5.0, 3.0, 4.0, 2.0, 6.0, 7.0), start=1):
+        lowest = sorted([*lowest, [step, loss]], key=lambda each: each[1])[:2]
+        path = saved(tmp_path, TrainState(step=step, best_eval_loss={"lowest": lowest}))
+        retain(path.parent, step, rules)
+    assert kept(path.parent) == [2, 4, 6]
+    retain(path.parent, 6, job_in(tmp_path, keep_last=1, keep_best=1).saves)
+    assert kept(path.parent) == [4, 6]
+
+
 def test_nothing_is_removed_before_the_newest_is_complete(tmp_path: Path):
     folder, _ = run_of(tmp_path, 3)
     (folder / "global_step3" / "sub" / "shard.pt").write_bytes(b"")

@@ -41,6 +41,16 @@ def test_no_number_is_never_the_lowest():
     assert best_of(best, None) == Best(3.0, 2)
 
 
+def test_the_lowest_are_listed_for_a_run_that_keeps_them():
+    """A run that begins to keep them later has the lowest that it knows."""
+    best = with_evaluation({}, 1, {None: (3.0, 1)})
+    for step, loss in ((2, 3.5), (3, 2.0), (4, math.nan), (5, 2.0), (6, 9.0), (7, 2.5)):
+        best = with_evaluation(best, step, {None: (loss, 1)}, keep=3)
+    assert best["lowest"] == [[3, 2.0], [5, 2.0], [7, 2.5]]
+    assert with_evaluation(best, 8, {None: (1.0, 1)}, keep=1)["lowest"] == [[8, 1.0]]
+    assert "lowest" not in with_evaluation(best, 8, {None: (1.0, 1)})
+
+
 def test_without_sets_nothing_changes():
     assert with_evaluation({}, 1, {}) == {}
     assert best_line({}) is None

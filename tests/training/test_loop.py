@@ -132,6 +132,23 @@ def test_evaluates_then_saves_at_intervals_and_at_the_end(job: Job):
     assert made.state == TrainState(5, 5 * BATCH, 5 * BATCH * SEQUENCE, best_eval_loss=best)
 
 
+def test_a_step_among_the_best_is_saved_whatever_the_interval(job: Job):
+    """Of losses 4, 3, 5 and 1 the second lowest of two is saved, too."""
+    recorder = Recorder()
+    losses = iter((4.0, 3.0, 5.0, 1.0, 9.0))
+    recorder.eval_step = lambda *_: next(losses)  # type: ignore[method-assign]
+    saves = replace(job.saves, interval=0, keep_last=1, keep_best=2)
+    once = (EvalSet(None, (MICRO,)),)
+    made = loop(replace(job, saves=saves, eval_interval=1, train_steps=5), recorder, eval_sets=once)
+    assert made.run() == "finished"
+    assert [state.step for state in recorder.saved] == [1, 2, 4, 5]  # 5: the run's end
+    assert made.state.best_steps == [4, 2]
+    due = TrainState(2, 32, evaluation_due=True)
+    recorder = Recorder()
+    loop(replace(job, saves=saves, train_steps=2), recorder, due).run()
+    assert recorder.events == ["eval 2: 6.0", "save 2"]
+
+
 def test_intervals_of_0_mean_the_end_only(job: Job):
     recorder = Recorder()
     loop(replace(job, saves=replace(job.saves, interval=0), eval_interval=0), recorder).run()

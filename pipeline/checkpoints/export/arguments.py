@@ -17,7 +17,7 @@ from pipeline.checkpoints.resume import is_checkpoint
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.data.tokenizer_folder import TOKENIZER
 from pipeline.job.models import CONFIG_FILE
-from pipeline.job.options import PathName
+from pipeline.job.options import FolderName, PathName
 from pipeline.job.run_file import TOKENIZER_FOLDER
 from pipeline.model.config import ModelConfig, model_from_json
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pipeline.checkpoints.export.load_model import Loaded
 
 DTYPES = ("float32", "bfloat16", "float16")
+Dtype = Annotated[str, f"{{{','.join(DTYPES)}}}"]
 _OF_MODEL = "model."
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 TEMPERATURE = 0.7
@@ -96,12 +97,12 @@ class GenerateOptions:
     """Always take the likeliest token."""
     seed: int = 0
     """Of the draws: the same seed, options and machine give the same text."""
-    dtype: str = "float32"
-    """Format to compute in: float32, bfloat16 or float16."""
-    tokenizer: PathName | None = None
+    dtype: Dtype = "float32"
+    """Format to compute in."""
+    tokenizer: FolderName | None = None
     """bytes, or a Hugging Face tokenizer folder. None: the one saved with the checkpoint or in the folder."""
-    allow_pickle: tuple[str, ...] = ()
-    """MODULE.NAME that a checkpoint's files may ask for when they are read, beyond the pipeline's own."""
+    allow_pickle: tuple[Annotated[str, "MODULE.NAME"], ...] = ()
+    """What a checkpoint's files may ask for when they are read, beyond the pipeline's own."""
 
 
 def option_problems(options: GenerateOptions) -> Iterator[Problem]:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline.base.command import complete_process, say, show_messages, stop_signals
+from pipeline.base.command import complete_process, help_asked, say, show_messages, stop_signals
 from pipeline.base.problems import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_WRONG_JOB, JobError
 from pipeline.cluster.agent.connection import Message
 from pipeline.cluster.agent.coordinator import LOGS_FOLDER, Coordinator
@@ -54,7 +54,7 @@ def own_rank(argv: Sequence[str]) -> None:
 
     A process that has been started by an agent is the rank. Whoever asks for help needs no agent.
     """
-    if any(argument.startswith(OPTION) or argument in ("-h", "--help") for argument in argv):
+    if help_asked(argv) or any(argument.startswith(OPTION) for argument in argv):
         # Until it listens, an interrupt ends it as any other signal does: its agent tells, not a traceback.
         if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
