@@ -63,7 +63,7 @@ class Prepared:
     @property
     def state(self) -> TrainState:
         """The state that the run starts from."""
-        return _state(self.selection)
+        return _state(self.job, self.selection)
 
 
 def prepare(job: Job, environment: RankEnvironment, stop: StopRequest, link: RankLink) -> Prepared:
@@ -76,13 +76,13 @@ def prepare(job: Job, environment: RankEnvironment, stop: StopRequest, link: Ran
     rank = environment.rank
     found = select_checkpoint(job)
     if rank == 0:
-        _require_usable_numbers(job, _state(found))
+        _require_usable_numbers(job, _state(job, found))
     console = _console(job, rank, found)
     stopping = _stopping(job, rank, stop)
-    step = _state(found).step
+    step = _state(job, found).step
     link.progress("preparing data", step)
     remote = remote_cache(job)
-    data = _read_data(job, _state(found), remote)
+    data = _read_data(job, _state(job, found), remote)
     link.progress("joining", step)
     with stop.meeting():
         parallel = meet(job, environment)
@@ -90,13 +90,16 @@ def prepare(job: Job, environment: RankEnvironment, stop: StopRequest, link: Ran
     selection = agreed(job, environment, parallel, found, stopping)
     if selection.checkpoint != found.checkpoint:  # another one than the manifests alone had promised
         console = _console(job, rank, selection)
-        data = _read_data(job, _state(selection), remote)
-    agree_on_start(parallel, data.fingerprint, _state(selection).step)
+        data = _read_data(job, _state(job, selection), remote)
+    agree_on_start(parallel, data.fingerprint, _state(job, selection).step)
     return Prepared(job, parallel, selection, data, remote, stopping, console, link)
 
 
-def _state(selection: Selection) -> TrainState:
-    return selection.checkpoint.state if selection.checkpoint else TrainState()
+def _state(job: Job, selection: Selection) -> TrainState:
+    """Where the run starts. A folder's weights are evaluated before they change, to compare with."""
+    if selection.checkpoint is not None:
+        return selection.checkpoint.state
+    return TrainState(evaluation_due=job.initial_weights.folder is not None)
 
 
 def remote_cache(job: Job) -> RemoteCache:
@@ -165,7 +168,7 @@ def _console(job: Job, rank: int, selection: Selection) -> Console:
         rank,
         total_steps=job.train_steps,
         log_interval=job.reporting.log_interval,
-        resume_step=_state(selection).step,
+        resume_step=_state(job, selection).step,
     )
     show_job(console, rank)
     return console

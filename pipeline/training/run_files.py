@@ -95,6 +95,21 @@ class MetricsFile(LineFile):
     def evaluation(self, metrics: EvalMetrics) -> None:
         self._add(_kind(metrics.name), metrics)
 
+    def evaluation_again(self, metrics: EvalMetrics) -> None:
+        """Of the last step, once more: in the place of the line that the set has there, if it has one. The
+        file is replaced as a whole."""
+        kind = _kind(metrics.name)
+        if not self._order.ends_with(kind, metrics.step):
+            self._add(kind, metrics)
+            return
+        self.close()
+        with self.path.open("rb") as old, replaced_atomically(self.path) as new:
+            for line, record in _records(self.path, old):
+                same = "eval_loss" in record and _kind(record.get("name")) == kind
+                again = same and record["step"] == metrics.step
+                new.write(to_json(metrics).encode() + b"\n" if again else line)
+        super().__init__(self.path)  # the file that has the name now
+
     def _add(self, kind: str, metrics: StepMetrics | EvalMetrics) -> None:
         self._order.advance(kind, metrics.step)
         self.append(to_json(metrics).encode())
@@ -121,8 +136,17 @@ class _Order:
         self._last: dict[str, int] = {}
         self.last_seen = 0
 
+    def ends_with(self, kind: str, step: int) -> bool:
+        """Whether the last step of a kind is this one."""
+        return self._last.get(kind) == step
+
     def advance(self, kind: str, step: int) -> None:
-        last = self._last.get(kind, 0)
+        """The next step of a kind. Steps begin at 1; weights of a folder are evaluated before, at 0.
+
+        Raises:
+            ValueError: it does not come after the last one.
+        """
+        last = self._last.get(kind, 0 if kind == "step" else -1)
         if step <= last:
             raise ValueError(f"{self._path}: {kind} metrics of step {step} after those of {last}")
         self._last[kind] = step

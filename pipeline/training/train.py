@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from pipeline.job.job import Job
 from pipeline.job.run_file import TOKENIZER_FOLDER
 from pipeline.model.counts import training_flops_per_token
 from pipeline.training.console import evaluation_line
-from pipeline.training.loop import Abandoned, EvalSet, Loop, TrainingDiverged, evaluate
+from pipeline.training.loop import Abandoned, EvalSet, Loop, TrainingDiverged, evaluate, now
 from pipeline.training.metrics import EvalMetrics, MetricsSink, best_line
 from pipeline.training.monitors import Monitors, Start
 from pipeline.training.preparing import Prepared
@@ -43,8 +44,14 @@ SAMPLE_TEMPERATURE = 0.7
 class Sinks(NamedTuple):
     """What takes rank 0's numbers; nothing on other ranks."""
 
-    files: Sequence[MetricsFile | SampleLog] = ()
+    metrics: MetricsFile | None = None
+    samples: SampleLog | None = None
     monitors: Sequence[MetricsSink] = ()
+
+    @property
+    def files(self) -> list[MetricsFile | SampleLog]:
+        """Those that are there."""
+        return [file for file in (self.metrics, self.samples) if file is not None]
 
 
 def train(engine: TrainEngine, prepared: Prepared) -> Outcome:
@@ -76,7 +83,7 @@ def train(engine: TrainEngine, prepared: Prepared) -> Outcome:
             stopped = f"stopped {of} ({loop.stop_reason})"
             logger.info(f"{stopped}; {resume_hint(prepared.job)}")
             return Outcome("stopped", done, message=loop.stop_reason)
-        _summarize(loop, prepared)
+        _summarize(loop, prepared, sinks.metrics)
     return Outcome("finished", done)
 
 
@@ -115,13 +122,13 @@ def _loop(
     )
 
 
-def _summarize(loop: Loop, prepared: Prepared) -> None:
-    """What a run that has finished says."""
+def _summarize(loop: Loop, prepared: Prepared, file: MetricsFile | None) -> None:
+    """What a run that has finished says. `file`: rank 0's."""
     job, state = prepared.job, prepared.state
     done = loop.state.step
     if state.step >= job.train_steps and not state.evaluation_due:
         logger.info(f"the run had finished at step {done} before")
-        _evaluate_again(loop, prepared)
+        _evaluate_again(loop, prepared, file)
     if line := best_line(loop.state.best_eval_loss):
         logger.info(line)
         if hint := export_hint(job, loop.state.best_eval_loss["step"]):
@@ -160,13 +167,18 @@ def sample_text(engine: TrainEngine, job: Job, tokenizer: Tokenizer, prompt: str
     return tokenizer.decode(text)
 
 
-def _evaluate_again(loop: Loop, prepared: Prepared) -> None:
-    """Report the validation losses of a run that had finished."""
+def _evaluate_again(loop: Loop, prepared: Prepared, file: MetricsFile | None) -> None:
+    """Report the validation losses of a run that had finished: this start may have other sets, or more
+    samples of them."""
     for name, batches in loop.eval_sets:
+        begin = time.perf_counter()
         found = evaluate(loop.engine, loop.parallel, batches)
         assert not isinstance(found, Abandoned)
-        metrics = EvalMetrics(loop.state.step, found[0], name)
+        seconds = round(time.perf_counter() - begin, 6)
+        metrics = EvalMetrics(loop.state.step, found[0], name, eval_time=seconds, time=now())
         logger.info(evaluation_line(metrics, prepared.job.train_steps))
+        if file is not None:
+            file.evaluation_again(metrics)
 
 
 def _saves(engine: TrainEngine, prepared: Prepared, sinks: Sinks, copies: CopyCheck) -> RunSaves:
@@ -200,16 +212,16 @@ def _sinks(prepared: Prepared, stack: contextlib.ExitStack) -> Sinks:
         return Sinks()
     job, state, folder = prepared.job, prepared.state, Path(prepared.job.output_dir)
     metrics = MetricsFile(folder / METRICS_FILE, state.step, evaluation_due=state.evaluation_due)
-    files: list[MetricsFile | SampleLog] = [stack.enter_context(metrics)]
+    found = Sinks(stack.enter_context(metrics))
     if metrics.missing_steps:
         missing = f"{METRICS_FILE} lacks {metrics.missing_steps} of the steps before this start"
         logger.info(missing)
     if job.reporting.log_samples:
         batch_size = job.batch.train_batch_size
         samples = SampleLog(folder / SAMPLES_FILE, prepared.data.train, batch_size, state)
-        files.append(stack.enter_context(samples))
+        found = found._replace(samples=stack.enter_context(samples))
     if not job.monitors:
-        return Sinks(files)
+        return found
     start = Start(
         folder,
         state.step,
@@ -217,7 +229,7 @@ def _sinks(prepared: Prepared, stack: contextlib.ExitStack) -> Sinks:
         evaluation_due=state.evaluation_due,
         samples_per_step=job.batch.train_batch_size,
     )
-    return Sinks(files, [stack.enter_context(Monitors(job.monitors, start))])
+    return found._replace(monitors=[stack.enter_context(Monitors(job.monitors, start))])
 
 
 def _speedometer(job: Job) -> Speedometer:

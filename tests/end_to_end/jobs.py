@@ -20,7 +20,16 @@ PROJECT = Path(__file__).resolve().parents[2]
 SEQUENCE = 32
 # Times and rates: the only fields in which two runs of the same steps may differ.
 TIMES = frozenset(
-    {"step_time", "tokens_per_second", "tflops_per_device", "data_time", "mfu", "time", "save_time"}
+    {
+        "step_time",
+        "tokens_per_second",
+        "tflops_per_device",
+        "data_time",
+        "mfu",
+        "time",
+        "eval_time",
+        "save_time",
+    }
 )
 
 # Rates and length are numbers, so that a run stopped early and continued is the same run.

@@ -22,9 +22,9 @@ from pipeline.cluster.agent.rank_link import RankLink
 from pipeline.cluster.outcome import Outcome
 from pipeline.evaluate import evaluate_rank, read_request
 from pipeline.training.rank import live
-from tests.checkpoints.layouts import SEQUENCE, arguments, find
+from tests.checkpoints.layouts import CONFIG, OPTIMIZERS, SEQUENCE, arguments, find
 from tests.covering import first_fast
-from tests.end_to_end.jobs import PROJECT
+from tests.end_to_end.jobs import PROJECT, write_text
 from tests.harness import run_job, run_ranks
 from tests.hugging_face.folders import logits_of_transformers, write_folder
 from tests.parity import mutations
@@ -63,14 +63,11 @@ def evaluate(args: list[str], ranks: int = 1, mutation: Callable[..., None] | No
 
 
 def plain_loss(logits: Callable[[torch.Tensor], torch.Tensor]) -> float:
-    """Of `TEXT` cut into samples, the padding of the last one left out."""
-    stream = torch.tensor([*TEXT.encode(), 256])
-    total = 0.0
-    for begin in range(0, LABELS, SEQUENCE):
-        window = stream[begin : begin + SEQUENCE + 1]
-        found = logits(window[None, :-1])[0]
-        total += functional.cross_entropy(found, window[1:], reduction="sum").item()
-    return total / LABELS
+    """Of `TEXT` cut into samples; what fills the last one up stands behind all that counts."""
+    stream = torch.tensor([*TEXT.encode(), 256, *[0] * SEQUENCE])
+    rows = torch.stack([stream[begin : begin + SEQUENCE + 1] for begin in range(0, LABELS, SEQUENCE)])
+    found = logits(rows[:, :-1]).flatten(0, 1)[:LABELS]
+    return functional.cross_entropy(found, rows[:, 1:].flatten()[:LABELS]).item()
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +153,35 @@ def test_a_folder_of_transformers(tmp_path: Path) -> None:
     expected = plain_loss(lambda rows: logits_of_transformers(folder, rows))
     assert found["sets"][0]["loss"] == pytest.approx(expected, rel=TOLERANCE)
     assert (found["step"], found["folder"]) == (None, str(folder))
+
+
+def test_a_run_records_the_loss_of_the_weights_it_begins_with(tmp_path: Path) -> None:
+    """Before step 1, and again where a start was killed before it saved; started when it had finished, it
+    replaces the line of its last step."""
+    (tmp_path / "set.txt").write_text(TEXT)
+    folder, run = write_folder(tmp_path / "gpt2", "gpt2"), tmp_path / "run"
+    (tmp_path / "ds.json").write_text(json.dumps({**CONFIG, "optimizer": OPTIMIZERS["SGD"]}))
+    args = [
+        *("--model", str(folder), "--deepspeed_config", str(tmp_path / "ds.json"), "--train_steps", "1"),
+        *("--data", str(write_text(tmp_path / "text")), "--validation", f"set={tmp_path / 'set.txt'}"),
+        *("--seq_length", str(SEQUENCE), "--sample_tokens", "0", "--output_dir", str(run), "--eval_samples"),
+    ]
+
+    def recorded() -> list[tuple[int, float]]:
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines] == [0, 1, 1]
+        return [(line["step"], line["eval_loss"]) for line in lines if line.get("name") == "set"]
+
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"step": 0, "eval_loss": 9.9, "name": "set"}\n')
+    run_job([*args, "1000"], 1).check()
+    (_, before), (_, after) = recorded()
+    expected = plain_loss(lambda rows: logits_of_transformers(folder, rows))
+    assert before == pytest.approx(expected, rel=TOLERANCE)
+    said = run_job([*args, "2"], 1).check().stdout[0]
+    (_, same), (_, again) = recorded()
+    assert same == before and again not in (before, after)
+    assert f"{again:.4f}" in said
 
 
 @pytest.mark.parametrize(

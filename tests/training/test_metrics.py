@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from pipeline.training.metrics import EvalMetrics, StepMetrics
-from pipeline.training.run_files import MetricsFile, to_json
+from pipeline.training.run_files import MetricsFile, to_json, unusable_metrics
 from pipeline.training.throughput import Speedometer
 
 SPEEDOMETER = Speedometer(tokens_per_step=4096, flops_per_token=6e9, num_devices=8, peak_flops=312e12)
@@ -244,3 +244,22 @@ def test_an_evaluation_that_is_due_again_is_taken_out(tmp_path: Path):
         file.evaluation(EvalMetrics(2, 1.5))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line.get("eval_loss") for line in lines] == [None, 2.0, None, 1.5]
+
+
+def test_a_last_evaluation_done_again_takes_the_place_of_its_own_line(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path) as file:
+        file.evaluation(EvalMetrics(0, 9.0, "a"))
+        for number in (1, 2):
+            file.step(metrics(number))
+            file.evaluation(EvalMetrics(number, 2.0, "a"))
+            file.evaluation(EvalMetrics(number, 3.0, "b"))
+    with MetricsFile(path, 2) as file:
+        for name, loss in (("a", 1.5), ("c", 4.0), ("c", 5.0)):
+            file.evaluation_again(EvalMetrics(2, loss, name))
+        with pytest.raises(ValueError, match="eval b metrics of step 2 after those of 2"):
+            file.evaluation(EvalMetrics(2, 3.0, "b"))
+    found = [(line["step"], line["name"], line["eval_loss"]) for line in read(path) if "name" in line]
+    last = [(2, "a", 1.5), (2, "b", 3.0), (2, "c", 5.0)]
+    assert found == [(0, "a", 9.0), (1, "a", 2.0), (1, "b", 3.0), *last]
+    assert not unusable_metrics(path, 2)
