@@ -32,7 +32,7 @@ def rank(arguments: Sequence[str]) -> int:
             raise JobError(problems)
         state = preparing._state(select_checkpoint(job))
         preparing._require_usable_numbers(job, state)
-        with preparing._remote_cache(job) as remote:
+        with preparing.remote_cache(job) as remote:
             preparing._read_data(job, state, remote)
     except JobError as error:
         print_problems(console(stderr=True), error.problems)
