@@ -46,6 +46,7 @@ from pipeline.job.run_file import folder_problems, had_constant_rate, identity, 
 from pipeline.job.schedules import LearningRate
 from pipeline.job.schema import DEEPSPEED_DEFAULTS
 from pipeline.job.stages import partition
+from pipeline.job.training_rules import is_installed
 from pipeline.job.world import World
 from pipeline.model.config import ModelConfig
 from pipeline.model.counts import layer_parameters
@@ -353,7 +354,7 @@ def _assemble(facts: Facts, draft: Draft) -> Job:
         optimizer=known(draft.optimizer),
         output_dir=output_dir,
         deepspeed=deepspeed_dict(facts, batch, precision, clipping, bucket),
-        monitors=resolved_monitors(settings, output_dir),
+        monitors=_monitors(settings, output_dir, draft),
         json=settings.written,
         resolved=tuple(draft.resolved),
         problems=tuple(draft.problems),
@@ -414,6 +415,19 @@ def _saves(options: Options) -> SaveRules:
         keep_every=options.keep_every,
         keep_best=options.keep_best,
     )
+
+
+def _monitors(settings: Settings, output_dir: str, draft: Draft) -> dict[str, dict[str, object]]:
+    """Those of the JSON; and TensorBoard where it says nothing of it, if the package is there."""
+    blocks = resolved_monitors(settings, output_dir)
+    if not settings.absent("tensorboard"):
+        return blocks
+    folder = str(Path(output_dir) / "tensorboard")
+    there = is_installed("tensorboard")
+    reason = f"the package is {'' if there else 'not '}installed"
+    draft.resolved.append(Resolved("tensorboard", folder if there else "off", reason))
+    usual: dict[str, object] = {"enabled": True, "output_path": folder, "job_name": ""}
+    return {"tensorboard": usual, **blocks} if there else blocks
 
 
 def _time_limit(options: Options) -> float | None:

@@ -306,7 +306,9 @@ class DeepSpeedConfig(Record):
         ZeroOptimization, "ZeRO: what is sharded over the data and sequence ranks."
     )
     aio: Aio = _passed(Aio, "Asynchronous I/O of NVMe offload.")
-    tensorboard: TensorBoard = described(TensorBoard, "TensorBoard files.", module="tensorboard")
+    tensorboard: TensorBoard = described(
+        TensorBoard, "TensorBoard files. Absent: written, if the package is installed.", module="tensorboard"
+    )
     wandb: Wandb = described(Wandb, "Weights & Biases.", module="wandb")
     csv_monitor: CsvMonitor = described(CsvMonitor, "CSV files.", module=None)
     comet: Comet = described(Comet, "Comet.", module="comet_ml")

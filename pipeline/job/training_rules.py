@@ -45,7 +45,7 @@ def monitors(f: Facts) -> Iterable[Problem]:
     for key, module in MONITORS.items():
         if f.settings.value(f"{key}.enabled") is not True:
             continue
-        if module is not None and not _is_installed(module):
+        if module is not None and not is_installed(module):
             rule = f"the monitor needs the Python package {module}, which is not installed"
             remedy = f'pip install {module}, or set "{key}": {{"enabled": false}}'
             yield f.settings.problem(f"{key}.enabled", rule, remedy)
@@ -66,8 +66,9 @@ def _holds_another_run(f: Facts, folder: Path) -> bool:
     return not is_file(Path(output_folder(f.options, f.model.name)) / RUN_FILE)
 
 
-def _is_installed(module: str) -> bool:
-    """A folder ``wandb/`` that an earlier run left here looks like a package, but has no origin."""
+def is_installed(module: str) -> bool:
+    """Whether a package is here, without importing it. A folder ``wandb/`` that an earlier run left looks
+    like a package, but has no origin."""
     spec = find_spec(module)
     return spec is not None and spec.origin is not None
 

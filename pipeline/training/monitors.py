@@ -2,7 +2,7 @@
 
 The x axis is the step. Names are `train/<field of StepMetrics>` and `eval/loss`, or
 `eval/<name>/loss` where validation sets have names. A start that resumes continues what earlier ones have
-recorded, with each step once. Files of CSV and TensorBoard are written by DeepSpeed's own writers; W&B and
+recorded, with each step once. Files of CSV and TensorBoard are written with DeepSpeed's own writers; W&B and
 Comet, which these begin anew at every start, by `pipeline.training.tracked_runs`.
 """
 
@@ -68,9 +68,23 @@ class Monitors:
             run.close(failed=kind is not None)
 
     def _write(self, step: int, row: Row, *, late: bool = False) -> None:
-        self._files.write_events([(name, value, step) for name, value in row.items()])
+        events = [(name, value, step) for name, value in row.items()]
+        if self._files.csv_monitor is not None:
+            self._files.csv_monitor.write_events(events)
+        if self._files.tb_monitor is not None:
+            self._write_tensorboard(step, row)
         for run in self._tracked:
             run.log(step, row, late=late)
+
+    def _write_tensorboard(self, step: int, row: Row) -> None:
+        """One event for the row: DeepSpeed's writer, which makes one of each number, takes four times as
+        long."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in row.items()]
+        writer = self._files.tb_monitor.summary_writer
+        writer.file_writer.add_summary(Summary(value=values), step)
+        writer.flush()
 
     def _continue_csv(self) -> None:
         """DeepSpeed's writer starts each run with a header line, also in the middle of a file."""

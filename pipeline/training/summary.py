@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import sys
 from pathlib import Path
 
 from pipeline.base.words import counted, cut
@@ -19,7 +21,8 @@ MANY_PASSES = 4
 
 def start_lines(job: Job, data: TrainingData, selection: Selection) -> list[str]:
     """The data, the layout, and where the weights come from."""
-    return [*data.summary(), *repetition_lines(job, data), *_parallelism(job), *_origin(job, selection)]
+    described = [*data.summary(), *repetition_lines(job, data), *_parallelism(job)]
+    return [*described, *_origin(job, selection), *_view(job)]
 
 
 def repetition_lines(job: Job, data: TrainingData) -> list[str]:
@@ -55,6 +58,17 @@ def _parallelism(job: Job) -> list[str]:
         f"gradients summed in {job.precision.accumulation}"
     )
     return lines
+
+
+def _view(job: Job) -> list[str]:
+    """The command that shows the run's numbers while it trains."""
+    if "tensorboard" not in job.monitors:
+        return []
+    # The one of this environment, unless the user's shell has it.
+    has_it = os.environ.get("VIRTUAL_ENV") == sys.prefix or sys.prefix == sys.base_prefix
+    command = "tensorboard" if has_it else str(Path(sys.prefix) / "bin" / "tensorboard")
+    folder = str(job.monitors["tensorboard"]["output_path"])
+    return [f"to watch it: {shlex.join([command, '--logdir', folder])}"]
 
 
 def _origin(job: Job, selection: Selection) -> list[str]:

@@ -39,6 +39,7 @@ CONFIG: dict[str, Any] = {
     "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
     "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2, "total_num_steps": 10}},
     "zero_optimization": {"stage": 0},
+    "tensorboard": {"enabled": False},  # a moment of each start
 }
 
 Fault = Callable[..., None]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import math
+import shlex
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -63,7 +65,8 @@ class Report:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    return Report(tmp_path_factory.mktemp("alone"), 1, {})
+    """With the monitor that nobody has asked for."""
+    return Report(tmp_path_factory.mktemp("alone"), 1, {"tensorboard": None})
 
 
 def test_lines_are_as_documented(alone: Report):
@@ -120,6 +123,20 @@ def test_a_layout_reports_what_one_rank_does(name: str, alone: Report, tmp_path:
 
 def test_the_monitor_has_the_numbers_of_the_file(alone: Report):
     _monitors_agree(alone)
+
+
+def test_tensorboard_is_written_where_the_json_says_nothing_of_it(alone: Report):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = alone.shop.folder / "run" / "tensorboard"
+    events = EventAccumulator(str(folder), {"scalars": 0})
+    events.Reload()
+    expected = [(line["step"], pytest.approx(line["loss"])) for line in alone.lines if "loss" in line]
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == expected
+    assert [event.step for event in events.Scalars("eval/loss")] == [2, 3]
+    (said,) = (line for line in alone.stdout[0].splitlines() if "tensorboard" in line)
+    command = shlex.split(said.partition("to watch it: ")[2])
+    assert shutil.which(command[0]) and command[1:] == ["--logdir", str(folder)]
 
 
 def _monitors_agree(report: Report) -> None:

@@ -16,6 +16,7 @@ from pipeline.job.facts import Facts, Settings
 from pipeline.job.options import Options
 from pipeline.job.schema import MONITORS
 from pipeline.job.training_rules import monitors
+from tests.job.drafts import draft
 
 
 def settings(config: dict) -> Settings:
@@ -41,6 +42,28 @@ def test_all_missing_packages_are_reported_together(monkeypatch):
     problems = monitor_problems({key: {"enabled": True} for key in MONITORS})
     keys = [problem.key.partition(" ")[0] for problem in problems]
     assert keys == ["tensorboard.enabled", "wandb.enabled", "comet.enabled"]
+
+
+@pytest.mark.parametrize(
+    ("block", "installed", "writes", "said"),
+    [
+        ({}, True, True, "{folder} (the package is installed)"),
+        ({}, False, False, "off (the package is not installed)"),
+        ({"tensorboard": {"enabled": False}}, True, False, None),
+        ({"tensorboard": {}}, True, False, None),
+        ({"tensorboard": {"enabled": True}}, True, True, None),
+    ],
+)
+def test_tensorboard_is_written_unless_the_json_says_no(
+    block, installed, writes, said, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("pipeline.job.resolve.is_installed", lambda name: installed)
+    found = draft(tmp_path, block)
+    assert found.job is not None, found.problems
+    folder = str(tmp_path / "run" / "tensorboard")
+    assert found.job.monitors.get("tensorboard", {}).get("output_path") == (folder if writes else None)
+    notes = [str(note) for note in found.job.resolved if note.key == "tensorboard"]
+    assert notes == ([] if said is None else [f"tensorboard = {said.format(folder=folder)}"])
 
 
 def test_a_folder_of_an_earlier_run_is_not_the_package(tmp_path, monkeypatch):
