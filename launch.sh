@@ -3,6 +3,7 @@
 #
 #   ./launch.sh [options]                            see ./launch.sh --help
 #   ./launch.sh --setup_only                         make .venv, start nothing
+#   ./launch.sh --setup_tests                        the same with the tools for tests
 #
 # Needs a shell and Python >= 3.10. Exit codes: 0 finished, 1 failed, 2 the job description is wrong, 3 stopped
 # with a checkpoint saved, or before anything was started.
@@ -47,7 +48,9 @@ python=$(find_python)
 # Beside this shell, which would otherwise keep a request to stop until the set-up has ended.
 setup="" stopped="" code=0
 trap 'stopped=yes; [ -z "$setup" ] || kill -TERM "$setup" 2>/dev/null || true' INT TERM USR1 HUP
-"$python" -I "$root/pipeline/launch/install.py" "$root" &
+tools=()
+[ "${1-}" != --setup_tests ] || tools=(--tests)
+"$python" -I "$root/pipeline/launch/install.py" "$root" ${tools[@]+"${tools[@]}"} &
 setup=$!
 [ -z "$stopped" ] || kill -TERM "$setup" 2>/dev/null || true
 wait "$setup" || code=$?
@@ -59,9 +62,9 @@ fi
 if [ "$code" -ne 0 ]; then
     exit "$code"
 fi
-if [ "${1-}" = --setup_only ]; then
-    exit 0
-fi
+case "${1-}" in
+--setup_only | --setup_tests) exit 0 ;;
+esac
 # The versions of constraints.txt and nothing else, on every host: no modules of the shell's Python, of the
 # user's own folder, nor of the current one, whose random.py the launcher would import. An empty value is none,
 # and replaces what another host's login sets.

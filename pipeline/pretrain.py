@@ -7,8 +7,6 @@ Every rank reads the job for itself and comes to the same result. A wrong job is
 imported. Exit codes: 0 finished, 2 wrong job, 3 stopped with a checkpoint saved, 1 anything else.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

@@ -16,7 +16,7 @@ packages=(openssh-server pdsh iproute2 procps openmpi-bin mpich slurm-wlm munge)
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 cd "$root"
-./launch.sh --setup_only
+./launch.sh --setup_tests
 
 is_installed() {
     [ "$(dpkg-query -W -f='${db:Status-Status}' "$1" 2>/dev/null)" = installed ]

@@ -3,6 +3,7 @@
 .venv/                   the environment, with the pinned versions of constraints.txt; may be a link to a
                          folder of its own, on a larger disk say
 .venv/.setup/project     the project that it is for
+.venv/.setup/tests       there if it has the tools for tests, too; kept when it is made again
 .venv/.setup/stamp       what it was made from; written last, so that an interrupted set-up is done again
 .venv/.setup/lock        held while it is made: a second start waits, and then finds it ready
 .venv/.setup/install.log all that pip said
@@ -12,8 +13,11 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import getpass
 import hashlib
+import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -54,14 +58,19 @@ class SetupError(Exception):
 
 
 class Setup:
-    """The environment of the project in folder `root`."""
+    """The environment of the project in folder `root`.
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    Args:
+        for_tests: With the tools for tests; an environment that has them keeps them.
+    """
+
+    def __init__(self, root: Path, for_tests: bool = False) -> None:
+        self.root, self.for_tests = root, for_tests
         self.venv = root / ".venv"
         self.python = self.venv / "bin" / "python"
         self.state = self.venv / ".setup"
         self.log = self.state / "install.log"
+        self.tests = self.state / "tests"
 
     def stamp(self, python_version: str) -> str:
         """Identity of an environment: pinned versions, project, Python's minor version, folder.
@@ -76,12 +85,22 @@ class Setup:
 
     def is_ready(self) -> bool:
         """Whether the environment is complete and made from the present files."""
+        return self._lack() is None
+
+    def _lack(self) -> str | None:
+        """What keeps the environment from being used as it is."""
         try:
             written = (self.state / "stamp").read_text(encoding="utf-8")
         except FileNotFoundError:
-            return False
+            return "is not complete"
+        except PermissionError:
+            return f"may not be read by {_user()}"
         version = self._python_version()
-        return version is not None and written == self.stamp(version)
+        if version is None:
+            return f"has no Python that {_user()} can start"
+        if written != self.stamp(version):
+            return f"was not made from the present {' and '.join(SPECIFICATIONS)} in this folder"
+        return "has no tools for tests" if self.for_tests and not self.tests.exists() else None
 
     def ensure(self) -> None:
         """Make the environment unless it is ready. Several processes may call it together.
@@ -89,8 +108,10 @@ class Setup:
         Raises:
             SetupError: it cannot be made, or .venv is somebody else's.
         """
-        if self.is_ready():
+        lack = self._lack()
+        if lack is None:
             return
+        self._refuse_without_write_access(lack)
         if self.venv.is_symlink():
             self._refuse_a_link_to_others()
         elif self.venv.is_dir() and any(self.venv.iterdir()) and not self.state.is_dir():
@@ -100,6 +121,23 @@ class Setup:
         with self._lock():
             if not self.is_ready():
                 self._make()
+
+    def _refuse_without_write_access(self, lack: str) -> None:
+        """Several users may share an environment that is ready; only who may write it can make it so.
+
+        Raises:
+            SetupError: this user may not.
+        """
+        folder = next(each for each in (self.state, self.venv, self.root) if os.access(each, os.F_OK))
+        if os.access(folder, os.W_OK | os.X_OK):
+            return
+        owner, own, root = _owner(folder), f"~/{shlex.quote(self.root.name)}", shlex.quote(str(self.root))
+        copy = f"tar -C {root} --exclude=./.venv --exclude=./runs -cf - . | tar -C {own} -xf -"
+        raise SetupError(
+            f"{self.venv} {lack}, and {_user()} may not write {folder}, which belongs to {owner}.\n"
+            f"When {owner} has run ./launch.sh --setup_only there, it serves all users. "
+            f"Or start a copy of your own:\n  mkdir {own} && {copy}\n  {own}/launch.sh"
+        )
 
     def _refuse_a_link_to_others(self) -> None:
         """Making the environment empties the folder: one that a link leads to must be empty, or this
@@ -143,19 +181,22 @@ class Setup:
 
     def _make(self) -> None:
         began = time.monotonic()
-        say(f"Setting up {self.venv} (once; a few minutes, mostly torch). Log: {self.log}")
-        self._clear()
-        try:
-            venv.create(self.venv, with_pip=True, symlinks=True)
-        except (OSError, subprocess.CalledProcessError) as error:
-            raise SetupError(f"The virtual environment cannot be made: {error}") from error
+        only_tests = Setup(self.root).is_ready()
+        # A set-up that is interrupted is done again from nothing, with the tools that were asked for.
+        (self.state / "stamp").unlink(missing_ok=True)
+        if self.for_tests:
+            self.tests.touch()
+        if only_tests:
+            say(f"Adding the tools for tests to {self.venv}. Log: {self.log}")
+        else:
+            say(f"Setting up {self.venv} (once; a few minutes, mostly torch). Log: {self.log}")
+            self._create()
         self._install()
         (self.state / "stamp").write_text(self.stamp(self._python_version() or ""), encoding="utf-8")
         say(f"Set up in {time.monotonic() - began:.0f} s.")
 
-    def _clear(self) -> None:
+    def _create(self) -> None:
         """Start from nothing: a package that was half written when pip died would count as installed."""
-        (self.state / "stamp").unlink(missing_ok=True)
         for entry in self.venv.iterdir():
             if entry == self.state:
                 continue
@@ -163,6 +204,10 @@ class Setup:
                 shutil.rmtree(entry)
             else:
                 entry.unlink()
+        try:
+            venv.create(self.venv, with_pip=True, symlinks=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise SetupError(f"The virtual environment cannot be made: {error}") from error
 
     def _install(self) -> None:
         command = [
@@ -180,7 +225,7 @@ class Setup:
             "-c",
             str(self.root / "constraints.txt"),
             "-e",
-            f"{self.root}[dev]",
+            f"{self.root}[{'dev' if self.tests.exists() else 'tensorboard'}]",
         ]
         with self.log.open("w", encoding="utf-8", buffering=1) as log:  # by lines, for tail -f
             process = subprocess.Popen(
@@ -240,6 +285,20 @@ def explain_failure(log: Path) -> str:
     return "\n".join([*lines, "The next start begins the set-up again."])
 
 
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a number without a name, as in containers
+        return f"user {os.getuid()}"
+
+
+def _owner(path: Path) -> str:
+    try:
+        return path.owner()
+    except KeyError:
+        return f"user {path.stat().st_uid}"
+
+
 def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
@@ -248,9 +307,11 @@ def main() -> int:
     """Make the environment of the project this file belongs to."""
     parser = argparse.ArgumentParser(description="Make the project's virtual environment, once.")
     parser.add_argument("root", type=Path, help="the project's folder")
-    root = parser.parse_args().root.resolve()
+    parser.add_argument("--tests", action="store_true", help="with the tools for tests")
+    given = parser.parse_args()
+    root = given.root.resolve()
     try:
-        Setup(root).ensure()
+        Setup(root, given.tests).ensure()
     except SetupError as error:
         say(f"error: {error}")
         return 1

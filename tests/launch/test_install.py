@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import shutil
+import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from packaging.requirements import Requirement
@@ -16,12 +19,20 @@ from packaging.utils import canonicalize_name
 from pipeline.launch import install
 from pipeline.launch.install import Setup, SetupError, explain_failure, phase_of
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 class FakeSetup(Setup):
     """A set-up that links this Python instead of installing; counts how often, and can fail or take time."""
 
-    def __init__(self, root: Path, error: BaseException | None = None, seconds: float = 0.0) -> None:
-        super().__init__(root)
+    def __init__(
+        self,
+        root: Path,
+        error: BaseException | None = None,
+        seconds: float = 0.0,
+        for_tests: bool = False,
+    ) -> None:
+        super().__init__(root, for_tests)
         self.installs = 0
         self.error, self.seconds = error, seconds
 
@@ -147,6 +158,66 @@ def test_an_environment_of_somebody_else_is_left_alone(root: Path) -> None:
     assert (root / ".venv" / "bin").is_dir()
 
 
+def test_tools_for_tests_are_added_and_kept(root: Path) -> None:
+    def setup(for_tests: bool) -> tuple[int, bool]:
+        made = FakeSetup(root, for_tests=for_tests)
+        made.ensure()
+        return made.installs, (root / ".venv" / "trained_with").exists()
+
+    assert setup(False) == (1, False)
+    (root / ".venv" / "trained_with").touch()
+    assert [setup(True), setup(True), setup(False)] == [(1, True), (0, True), (0, True)]
+    with pytest.raises(KeyboardInterrupt):
+        (root / "constraints.txt").write_text("changed")
+        FakeSetup(root, KeyboardInterrupt()).ensure()
+    assert [setup(False), setup(True)] == [(1, False), (0, False)]
+    assert (root / ".venv" / ".setup" / "tests").exists()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be another user")
+@pytest.mark.parametrize("mode", [0o755, 0o700])
+def test_another_user_of_one_clone_is_told_a_way_that_works(mode: int, tmp_path: Path) -> None:
+    """He may use an environment that is ready; who may not write one that is not makes a copy of his own."""
+    python = next((each for each in OTHERS_PYTHONS if as_another(each, "-V").returncode == 0), None)
+    if python is None:
+        pytest.skip("no Python of this machine can be started by another user")
+    with TemporaryDirectory(dir="/tmp") as folder:
+        Path(folder).chmod(0o755)
+        root, home = Path(folder) / "a clone", Path(folder) / "home"
+        root.mkdir()
+        home.mkdir()
+        os.chown(home, 65534, 65534)
+        for name in ("constraints.txt", "pyproject.toml", "launch.sh"):
+            shutil.copy(ROOT / name, root)
+        script = shutil.copy(ROOT / "pipeline" / "launch" / "install.py", folder)
+        bin_folder = root / ".venv" / "bin"
+        bin_folder.mkdir(parents=True)
+        (bin_folder / "python").symlink_to(python)
+        setup = Setup(root)
+        setup.state.mkdir()
+        (setup.state / "stamp").write_text(setup.stamp(setup._python_version() or ""))
+        assert as_another(python, "-I", script, str(root)).returncode == 0
+        (root / "constraints.txt").write_text("torch==0\n")
+        (root / ".venv").chmod(mode)
+        refused = as_another(python, "-I", script, str(root))
+        assert refused.returncode == 1 and "which belongs to root" in refused.stderr
+        copy, start = refused.stderr.splitlines()[-2:]
+        assert as_another("bash", "-ec", copy, HOME=str(home)).returncode == 0
+        assert as_another("bash", "-ec", f"test -x {start.strip()}", HOME=str(home)).returncode == 0
+        assert not (home / "a clone" / ".venv").exists()
+
+
+OTHERS_PYTHONS = ("/usr/bin/python3", "/usr/local/bin/python3", sys.executable)
+
+
+def as_another(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A command as a user who owns nothing."""
+    return subprocess.run(
+        words, user=65534, group=65534, extra_groups=[], env={**os.environ, **variables}, cwd="/",
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("line", "phase"),
     [
@@ -217,9 +288,8 @@ def test_versions_that_do_not_fit_together_are_shown(tmp_path: Path) -> None:
 
 
 def test_pinned_versions_fit_what_the_installed_packages_ask_for() -> None:
-    root = Path(__file__).resolve().parents[2]
     pins: dict[str, str] = {}
-    for line in (root / "constraints.txt").read_text(encoding="utf-8").splitlines():
+    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
         if line and not line.startswith("#"):
             pin = Requirement(line)
             if pin.marker is None or pin.marker.evaluate():

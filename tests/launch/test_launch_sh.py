@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import os
 import shutil
 import signal
 import subprocess
@@ -95,6 +97,30 @@ def test_a_machine_without_a_fitting_python_is_told_what_to_do(
     code, said = run_launch_sh(tmp_path, pythons)
     assert code == 1
     assert message in said
+
+
+@pytest.mark.parametrize("start", [["-m", "pipeline.check"], ["pipeline/pretrain.py"]], ids=" ".join)
+def test_a_python_that_cannot_run_it_is_told_so_by_every_command(start: list[str], tmp_path: Path) -> None:
+    """An old one as by launch.sh, and one without the packages."""
+    version = "import sys; sys.version_info = (3, 9, 1); sys.version = '3.9.1 x'"
+    (tmp_path / "sitecustomize.py").write_text(version)
+    for isolated, rule in (
+        ([], "Python 3.10 or newer is needed; "),
+        (["-S"], "the packages of this project"),
+    ):
+        done = subprocess.run(
+            [sys.executable, *isolated, *start], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            capture_output=True, text=True, check=False, timeout=60,
+        )  # fmt: skip
+        assert done.returncode == 1 and done.stderr.startswith(f"error: {rule}"), done.stderr
+        assert sys.executable in done.stderr
+
+
+@pytest.mark.parametrize("path", ["pipeline/__init__.py", "pipeline/pretrain.py"])
+def test_an_old_python_can_read_as_far_as_that_sentence(path: str) -> None:
+    source = (ROOT / path).read_text(encoding="utf-8")
+    ast.parse(source, feature_version=(3, 7))
+    assert "from __future__" not in source, "Python 3.6 has no postponed annotations"
 
 
 def test_a_newer_python_beside_an_old_one_is_found(tmp_path: Path) -> None:
