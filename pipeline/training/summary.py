@@ -109,5 +109,6 @@ def export_hint(job: Job, step: int) -> str | None:
 def _again(job: Job, *more: str) -> str:
     """The command that starts this run again the way it was started, as a shell reads it there."""
     folder = job.output_dir
+    folder = f"./{folder}" if folder.startswith("-") else folder  # not to be read as an option
     options = shlex.join(["--config", f"{folder}/run.json", "--output_dir", folder, *more])
     return f"{shlex.join(job.command)} {options}" if job.command else f"start it as before, with {options}"

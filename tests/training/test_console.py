@@ -6,13 +6,18 @@ import errno
 import io
 import logging
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from pipeline.cluster.launcher_options import split_arguments
+from pipeline.job.options import parse_options
+from pipeline.job.run_file import write_run_file
 from pipeline.training.console import (
     WORK_OF_A_HOST,
     LiveConsole,
@@ -26,6 +31,8 @@ from pipeline.training.console import (
 )
 from pipeline.training.metrics import Best, EvalMetrics, StepMetrics
 from pipeline.training.quiet import captured_stdout
+from pipeline.training.summary import continue_hint
+from tests.job.drafts import draft
 
 ROOT = Path(__file__).parents[2]
 
@@ -257,3 +264,19 @@ def test_what_modules_log_is_shown_by_rank_0_or_by_who_works_for_its_host(
             each.setLevel(own)
     said = capsys.readouterr()
     assert (said.out.splitlines(), said.err) == (shown, "")
+
+
+@pytest.mark.parametrize("folder", ["run", "my run", "-run"])
+def test_the_command_that_goes_on_is_read_as_it_is_meant(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    job = draft(tmp_path, {}, output_dir=folder, train_tokens=4096).job
+    write_run_file(job)
+    hint = continue_hint(replace(job, command=("./launch.sh", "--num_gpus", "2")), 3)
+    words = shlex.split(hint.removeprefix("to continue training: "))
+    launcher, rest = split_arguments(words[1:])
+    options = parse_options(rest)
+    assert (words[0], launcher.num_gpus) == ("./launch.sh", 2)
+    assert (options.train_steps, options.train_tokens) == (6, None)
+    assert Path(options.output_dir) == Path(folder)
