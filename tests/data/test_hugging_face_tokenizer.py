@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +18,7 @@ from pipeline.base.problems import JobError
 from pipeline.check import main as check
 from pipeline.data.corpus import find_corpus
 from pipeline.data.preparation import Rules, write_tokens
-from pipeline.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
+from pipeline.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer, unlike_its_text
 from pipeline.data.tokenizer_folder import byte_tokenizer_json, chosen_tokenizer, tokenizer_facts
 from pipeline.data.tokenizer_training import train_tokenizer
 
@@ -42,6 +44,18 @@ def test_a_trained_tokenizer_is_a_hugging_face_folder(bpe: Path) -> None:
     assert ours.encode(TEXT).tolist() == theirs(TEXT)["input_ids"]
     assert len(ours.encode(TEXT)) < len(TEXT.encode())
     assert ours.decode(ours.encode(TEXT)) == TEXT == theirs.decode(ours.encode(TEXT))
+
+
+def test_bytes_of_a_text_are_known_from_its_ids_where_these_keep_it(bpe: Path, tmp_path: Path) -> None:
+    for ours in (load_tokenizer(str(bpe)), ByteTokenizer()):
+        ids = np.append(ours.encode(TEXT), ours.end_of_document)
+        assert unlike_its_text(ours) is None
+        assert ours.num_bytes(ids) == len(TEXT.encode())
+    shutil.copytree(bpe, tmp_path / "lower")
+    content = json.loads((bpe / "tokenizer.json").read_text())
+    content["normalizer"] = {"type": "Lowercase"}
+    (tmp_path / "lower" / "tokenizer.json").write_text(json.dumps(content))
+    assert "decodes 'A probe" in str(unlike_its_text(load_tokenizer(str(tmp_path / "lower"))))
 
 
 def test_the_byte_tokenizer_is_one_too(tmp_path: Path) -> None:

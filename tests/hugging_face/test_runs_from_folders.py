@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
+from torch.nn import functional
 
 from pipeline.export import main as export
 from pipeline.generate import main as generate
 from tests.end_to_end.jobs import TIMES, write_text
 from tests.harness import run_job
-from tests.hugging_face.folders import only_config, write_folder
+from tests.hugging_face.folders import logits_of_transformers, only_config, write_folder
 
 PAGE = Path(__file__).parents[2] / "docs" / "hugging_face.md"
 CONFIG = {
@@ -96,3 +103,30 @@ def test_the_pages_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "starting at step 0 with the weights in exported/tiny" in first.stdout[0]
     assert "resumed from runs/from_tiny/checkpoints/global_step2" in again.stdout[0]
     assert "its weights are used; those in exported/tiny were for step 0" in again.stdout[0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    find_spec("lm_eval") is None, reason="lm_eval is not installed: pip install lm_eval==0.4.13"
+)
+def test_the_harness_finds_the_loss_of_an_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The page's pair of lines, on the page's task."""
+    monkeypatch.chdir(tmp_path)
+    words = "a layer adds what the layers before it did not say, na\u00efve"
+    (tmp_path / "own_text.yaml").write_text(next(blocks("yaml")))
+    (tmp_path / "own_text.jsonl").write_text(json.dumps({"text": words}) + "\n")
+    short = ("--eval_samples", "0", "--sample_tokens", "0", "--train_steps", "2")
+    run_job(["--output_dir", "runs/tiny", *short], 1, cwd=tmp_path).check()
+    exporting, evaluating = map(shlex.split, next(blocks("sh")).splitlines())
+    assert exporting[:3] == ["python", "-m", "pipeline.export"] and evaluating[0] == "lm_eval"
+    assert export(exporting[3:]) == 0
+    harness = [sys.executable, "-m", *evaluating]
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
+    ended = subprocess.run(harness, capture_output=True, text=True, check=False, env=offline, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    (results,) = (tmp_path / "results").rglob("results_*.json")
+    found = json.loads(results.read_text())["results"]["own_text"]["bits_per_byte,none"]
+    text = words.encode()
+    logits = logits_of_transformers(tmp_path / "exported" / "tiny", torch.tensor([[256, *text]]))[0, :-1]
+    nats = functional.cross_entropy(logits, torch.tensor(list(text))).item()
+    assert found == pytest.approx(nats / math.log(2), rel=1e-5)
