@@ -149,3 +149,16 @@ def _gathered(args: Sequence[str], kind: type) -> list[str]:
         else:
             group = groups[place] = [argument]
     return [argument for group in groups.values() for argument in group]
+
+
+def without(arguments: Iterable[str], *names: str) -> list[str]:
+    """A command line without these options, which have a value each."""
+    kept, skip = [], False
+    for argument in arguments:
+        if skip:
+            skip = False
+        elif argument in names:
+            skip = True
+        elif argument.partition("=")[0] not in names:
+            kept.append(argument)
+    return kept

@@ -21,12 +21,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -36,14 +34,13 @@ from pipeline.base.problems import job_error
 from pipeline.checkpoints.files import ALGORITHMS, digest_of
 from pipeline.checkpoints.lineage import Branches, parse_branches, read_lineage
 from pipeline.job.job import Job
-from pipeline.job.run_file import CHECKPOINTS, MANIFEST
+from pipeline.job.run_file import CHECKPOINTS, MANIFEST, versions
 from pipeline.job.run_settings import settings_of
 
 SHARDS = "shards.json"
 FORMAT = 2
 CHOOSE_ANOTHER = "Name another checkpoint with --resume PATH, or use another --output_dir"
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
-PACKAGES = {"pipeline": "gpt-pretraining-pipeline", "torch": "torch", "deepspeed": "deepspeed"}
 
 
 @dataclass(frozen=True)
@@ -178,7 +175,7 @@ def write_manifest(
         "identity": job.identity,
         "settings": settings_of(job),
         "branches": read_lineage(path.parent).branches,
-        "versions": _versions(),
+        "versions": versions(),
         "config_digest": "sha256:" + hashlib.sha256(_canonical(job.deepspeed)).hexdigest(),
         "files": {name: asdict(files[name]) for name in sorted(files)},
         "hosts": hosts,
@@ -221,19 +218,6 @@ def _canonical(content: Any) -> bytes:
 
 
 @cache
-def _versions() -> dict[str, str | None]:
-    return {name: _version(package) for name, package in PACKAGES.items()} | {
-        "python": platform.python_version()
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # run from a folder into which nothing was installed
-        return None
-
-
 def _remedy(path: Path) -> str:
     """What to do about a path that has no manifest; often it is the folder around checkpoints."""
     with suppress(OSError):  # it may not be listed

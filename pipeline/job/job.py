@@ -201,6 +201,7 @@ class Job:
         monitors: Enabled monitors with their settings. The job feeds them itself, DeepSpeed does not.
         json: The user's DeepSpeed JSON as read, before anything was resolved.
         command: What started the run, before its options; empty where nobody knows.
+        arguments: The options as they were typed.
         resolved: Values that were left open, in the order they were decided.
         problems: Warnings only.
     """
@@ -234,6 +235,7 @@ class Job:
     monitors: dict[str, dict[str, object]]
     json: dict[str, Any]
     command: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
     resolved: tuple[Resolved, ...] = ()
     problems: tuple[Problem, ...] = ()
 

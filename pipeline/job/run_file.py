@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import platform
 import re
+import subprocess
 from contextlib import suppress
 from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,9 @@ REPLACED, LEFT_BEHIND = ".partial.replaced", ".left_behind"
 MOVED_ASIDE = rf"({re.escape(REPLACED)}|{re.escape(LEFT_BEHIND)}\d*)?"
 CHECKPOINT_NAME = re.compile(rf"global_step(0|[1-9]\d*){MOVED_ASIDE}")
 TOKENIZER_FOLDER = "tokenizer"
+PACKAGES = {"pipeline": "gpt-pretraining-pipeline", "torch": "torch", "deepspeed": "deepspeed"}
+# On a file system that is away, all ranks would wait for it.
+_GIT_SECONDS = 10
 # Of a checkpoint: written last, it has what it holds and the settings it was trained with.
 MANIFEST = "manifest.json"
 
@@ -118,9 +124,16 @@ def _differences(saved: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
 
 def run_json(job: Job) -> dict[str, Any]:
     """The content of run.json."""
+    world = job.world
     return {
         "command": list(job.command),
-        "hosts": [{"name": host.name, "slots": host.slots} for host in job.world.hosts],
+        "arguments": list(job.arguments),
+        "hosts": [
+            {"name": host.name, "slots": host.slots, "devices": list(host.devices)} for host in world.hosts
+        ],
+        "device": {"kind": world.device, "name": world.device_name, "memory": world.known_memory},
+        "versions": versions(),
+        "code": code_state(),
         "options": job.options.to_json(),
         "identity": job.identity,
         "deepspeed_json": job.json,
@@ -135,6 +148,35 @@ def run_json(job: Job) -> dict[str, Any]:
         "scheduler": job.schedule.to_json(),
         "train_steps": job.train_steps,
     }
+
+
+def versions() -> dict[str, str | None]:
+    """Of this pipeline, torch, DeepSpeed and Python; None for what is not installed as a package."""
+    found: dict[str, str | None] = dict.fromkeys(PACKAGES)
+    for name, package in PACKAGES.items():
+        with suppress(PackageNotFoundError):  # run from a folder into which nothing was installed
+            found[name] = version(package)
+    return found | {"python": platform.python_version()}
+
+
+def code_state(project: Path = Path(__file__).parents[2]) -> dict[str, Any] | None:
+    """The git commit of the code that runs, and whether files of it were changed since; None where git does
+    not know."""
+    commit = _git(project, "rev-parse", "HEAD")
+    changed = _git(project, "status", "--porcelain", "--", "pipeline")
+    if commit is None or changed is None:
+        return None
+    return {"commit": commit.strip(), "dirty": bool(changed)}
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    """What git says of a folder; None where it fails."""
+    command = ["git", "--no-optional-locks", "-C", str(folder), *words]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout if done.returncode == 0 else None
 
 
 def write_run_file(job: Job) -> Path:

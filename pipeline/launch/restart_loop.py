@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.base.command import say
+from pipeline.base.command_line import without
 from pipeline.base.problems import EXIT_STOPPED, EXIT_WRONG_JOB, JobError
 from pipeline.base.words import after_step, counted
 from pipeline.checkpoints.manifest import Checkpoint
@@ -229,12 +230,4 @@ def _key(failure: Failure) -> tuple[str, int, str]:
 
 def resuming(arguments: Sequence[str]) -> list[str]:
     """A job's arguments, to resume from the newest checkpoint in its folder."""
-    kept, skip = [], False
-    for argument in arguments:
-        if skip:
-            skip = False
-        elif argument == "--resume":
-            skip = True
-        elif not argument.startswith("--resume="):
-            kept.append(argument)
-    return [*kept, "--resume", "auto"]
+    return [*without(arguments, "--resume"), "--resume", "auto"]

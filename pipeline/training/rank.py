@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+from pipeline.base.command_line import without
 from pipeline.base.problems import EXIT_FAILED, EXIT_STOPPED, EXIT_WRONG_JOB, JobError
 from pipeline.base.words import after_step
 from pipeline.checkpoints.output import space_problems
@@ -74,6 +75,8 @@ def live_owned(part: Part) -> NoReturn:
 
 
 PROGRAM = "deepspeed {} pipeline/pretrain.py"
+# What launchers put on the command line.
+_ADDED = ("--local_rank", "--started_at", "--stop_stamp")
 
 
 def run_rank(
@@ -98,7 +101,8 @@ def run_rank(
             options = with_stamp(options, output_dir)
             job = read_job(options, environment, inherited)
             stamp = with_stamp(options, job.output_dir).stop_stamp
-            job = replace(job, stops=replace(job.stops, stamp=stamp))
+            typed = tuple(without(arguments, *_ADDED))
+            job = replace(job, stops=replace(job.stops, stamp=stamp), arguments=typed)
         with only_job(job.output_dir) if environment.rank == 0 else contextlib.nullcontext():
             link.folder(job.output_dir)
             stop.leave = partial(_leave_early, job, environment, link)

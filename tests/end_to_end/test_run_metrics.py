@@ -8,6 +8,7 @@ import math
 import shlex
 import shutil
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,10 @@ def test_run_file_holds_the_job(alone: Report):
     assert saved["deepspeed_json"]["train_batch_size"] == BATCH
     assert saved["deepspeed"]["train_micro_batch_size_per_gpu"] == saved["batch"]["micro_batch_size"]
     assert saved["train_steps"] == STEPS
+    assert saved["versions"]["torch"] == version("torch") and saved["versions"]["deepspeed"]
+    assert saved["hosts"] == [{"name": "localhost", "slots": 1, "devices": [0]}]
+    assert saved["device"] == {"kind": "cpu", "name": None, "memory": None}
+    assert saved["arguments"][:2] == ["--deepspeed_config", str(alone.shop.folder / "config.json")]
 
 
 @pytest.mark.slow

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from pipeline.checkpoints.folder import steps_in
 from pipeline.job.job import Job
 from pipeline.job.model_source import starts_anew
 from pipeline.job.options import parse_options
-from pipeline.job.run_file import restart_problems, write_run_file
+from pipeline.job.run_file import code_state, restart_problems, write_run_file
 from tests.job.drafts import draft, found, world
 
 
@@ -165,3 +167,19 @@ def test_what_is_said_replaces_what_a_saved_run_says_in_another_way(
     path.write_text(json.dumps({"options": saved}))
     options = parse_options(["--config", str(path), *given.split()])
     assert {name: getattr(options, name) for name in meant} == meant
+
+
+def test_the_state_of_the_code_is_its_commit_and_whether_it_was_changed(tmp_path: Path):
+    assert code_state(tmp_path) is None  # no repository
+    code = tmp_path / "pipeline" / "code.py"
+    code.parent.mkdir()
+    code.write_text("1")
+    named = ("-c", "user.name=n", "-c", "user.email=e@localhost")
+    for words in (("init", "-q"), ("add", "."), (*named, "commit", "-qm", "first")):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    (tmp_path / "notes.txt").write_text("no code")
+    state = code_state(tmp_path)
+    assert state is not None and re.fullmatch("[0-9a-f]{40}", state["commit"]) and state["dirty"] is False
+    code.write_text("2")
+    assert code_state(tmp_path) == state | {"dirty": True}
+    assert code_state(tmp_path / "away") is None
