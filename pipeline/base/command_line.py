@@ -134,8 +134,13 @@ def with_expanded_paths(args: Sequence[str], kind: type) -> list[str]:
 
 def _gathered(args: Sequence[str], kind: type) -> list[str]:
     """The same with all values of a list option at its first place: of an option given twice, tyro takes the
-    last one's values."""
-    lists = {f"--{name}" for name, field in fields_of(kind).items() if field.forms[0].kind is list}
+    last one's values, unless each has one."""
+    known = fields_of(kind).values()
+    lists = {
+        f"--{field.name}"
+        for field in known
+        if field.forms[0].kind is list and tyro.conf.UseAppendAction not in field.forms[0].marks
+    }
     group: list[str] = []
     groups: dict[str | int, list[str]] = {-1: group}
     for place, argument in enumerate(args):

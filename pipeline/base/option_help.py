@@ -191,7 +191,8 @@ def _value(field: Field) -> str:
     word = "PATH" if field.is_path else _VALUES[(form.item or form).kind]
     if said or field.choices:
         word = said[0] if said else "{" + ",".join(map(str, field.choices)) + "}"
-    return f"{word} ..." if form.item and "..." not in word else word
+    is_list = form.item and tyro.conf.UseAppendAction not in form.marks
+    return f"{word} ..." if is_list and "..." not in word else word
 
 
 def _shown(value: object) -> str:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from deepspeed.checkpoint.constants import LOSS_SCALER
 from torch import Tensor
 
 from pipeline.base.json_reader import saved_json
@@ -105,6 +104,8 @@ class StoredState:
             at = self._index["loss_scaler_at"]
             return None if at is None else self._value(_location(at))
         file, keys = next(shard for rank in self.ranks for shard in rank["shards"])["weights_at"]
+        from deepspeed.checkpoint.constants import LOSS_SCALER  # here: it imports all of DeepSpeed
+
         return self._value(Location(file, (keys[0], LOSS_SCALER)))  # beside the masters
 
     def read(self, name: str, key: str, wanted: Slice | None = None) -> Tensor:

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from pipeline.base.problems import Problem, job_error
-from pipeline.base.user_input import is_file, is_text
+from pipeline.base.json_reader import parse_saved
+from pipeline.base.problems import JobError, Problem, job_error
+from pipeline.base.user_input import is_file, is_text, read_text
 from pipeline.checkpoints.manifest import Checkpoint
 from pipeline.checkpoints.resume import is_checkpoint
 from pipeline.data.tokenizer import Tokenizer, load_tokenizer
 from pipeline.data.tokenizer_folder import TOKENIZER
 from pipeline.job.models import CONFIG_FILE
-from pipeline.job.options import FolderName, PathName
+from pipeline.job.options import FileName, FolderName, PathName
 from pipeline.job.run_file import TOKENIZER_FOLDER
 from pipeline.model.config import ModelConfig, model_from_json
 
@@ -31,6 +32,8 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 TEMPERATURE = 0.7
 # The likeliest token is as good as certain by then; far below, the logits overflow.
 LEAST_TEMPERATURE = 1e-6
+# Options that do nothing beside a switch.
+_IDLE = {"greedy": ("temperature", "top_k", "top_p", "samples"), "chat": ("samples",)}
 
 
 def model_of_checkpoint(checkpoint: Checkpoint) -> ModelConfig:
@@ -79,12 +82,18 @@ def bytes_of(size: str) -> int | None:
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """Continue a text with a trained model, and print it as it comes."""
+    """Continue texts with a trained model, or talk with it, and print what it writes as it comes."""
 
     source: Annotated[PathName, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A run's --output_dir, its checkpoints folder, one checkpoint, or a Hugging Face folder."""
-    prompt: str
-    """The text to continue."""
+    prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """A text to continue; given again, one more, each by itself. With --chat: what is said first."""
+    prompt_file: FileName | None = None
+    """A file that is one text to continue, or a .jsonl file with a string or {"prompt": ...} on each line."""
+    samples: int = 1
+    """Texts for each prompt."""
+    chat: bool = False
+    """Talk with the model by its chat template, a line at a time; Ctrl-D ends."""
     max_new_tokens: int = 100
     """Most tokens to add; the end of a document ends the text before."""
     temperature: float | None = None
@@ -93,10 +102,12 @@ class GenerateOptions:
     """Draw among that many likeliest tokens. None: among all."""
     top_p: float | None = None
     """Draw among the likeliest tokens that together have this probability. None: among all."""
+    repetition_penalty: float | None = None
+    """Above 1, tokens that are in the text already become less likely (Keskar et al. 2019). None: 1."""
     greedy: bool = False
     """Always take the likeliest token."""
     seed: int = 0
-    """Of the draws: the same seed, options and machine give the same text."""
+    """Of the draws for each prompt: the same seed, options and machine give the same text."""
     dtype: Dtype = "float32"
     """Format to compute in."""
     tokenizer: FolderName | None = None
@@ -107,10 +118,11 @@ class GenerateOptions:
 
 def option_problems(options: GenerateOptions) -> Iterator[Problem]:
     """Options out of range, and a source that is none."""
-    if not is_text(options.prompt) or not options.prompt:
-        yield Problem("prompt", options.prompt, "is a text of at least one character", "Give --prompt")
+    if not (options.prompt or options.prompt_file or options.chat):
+        yield Problem("prompt", None, "is missing", "Give --prompt, --prompt_file or --chat")
     # The last is what every random generator that transformers seeds takes.
-    for name, lowest, bits in (("max_new_tokens", 1, 63), ("top_k", 1, 63), ("seed", 0, 32)):
+    ranges = (("max_new_tokens", 1, 63), ("top_k", 1, 63), ("samples", 1, 63), ("seed", 0, 32))
+    for name, lowest, bits in ranges:
         value = getattr(options, name)
         if value is not None and not lowest <= value < 2**bits:
             rule = f"must be at least {lowest} and fit {bits} bits"
@@ -120,10 +132,13 @@ def option_problems(options: GenerateOptions) -> Iterator[Problem]:
         yield Problem("temperature", options.temperature, rule, "Correct it, or give --greedy")
     if options.top_p is not None and not 0 < options.top_p <= 1:
         yield Problem("top_p", options.top_p, "must be above 0 and at most 1", "Correct --top_p")
-    for name in ("temperature", "top_k", "top_p") if options.greedy else ():
-        if getattr(options, name) is not None:
-            remedy = f"Leave out --greedy or --{name}"
-            yield Problem(name, getattr(options, name), "does nothing beside --greedy", remedy)
+    if options.repetition_penalty is not None and not 0 < options.repetition_penalty < float("inf"):
+        yield Problem("repetition_penalty", options.repetition_penalty, "must be above 0", "Correct it")
+    for switch, names in _IDLE.items():
+        for name in names if getattr(options, switch) else ():
+            if (value := getattr(options, name)) != getattr(GenerateOptions, name):
+                remedy = f"Leave out --{switch} or --{name}"
+                yield Problem(name, value, f"does nothing beside --{switch}", remedy)
     yield from dtype_problems(options.dtype)
     source = Path(options.source)
     if not is_checkpoint(source) and not is_file(source / CONFIG_FILE):
@@ -131,11 +146,46 @@ def option_problems(options: GenerateOptions) -> Iterator[Problem]:
         yield Problem("source", options.source, rule, "Correct the path")
 
 
-def length_problems(options: GenerateOptions, loaded: Loaded, tokens: Any) -> Iterator[Problem]:
+def read_prompts(options: GenerateOptions) -> list[str]:
+    """The texts of --prompt, then those of --prompt_file.
+
+    Raises:
+        JobError: the file cannot be read, or a text is empty.
+    """
+    path, found = options.prompt_file, list(options.prompt)
+    if path is not None:
+        try:
+            text = read_text(path)
+            lines = path.endswith(".jsonl")
+            found += _lines(text) if lines else [text.removesuffix("\n").removesuffix("\r")]
+        except (OSError, ValueError) as error:
+            rule = f"cannot be read ({getattr(error, 'strerror', None) or error})"
+            raise job_error("prompt_file", path, rule, "Name a text file, or a .jsonl file") from error
+    rule, remedy = "is a text of at least one character", "Give --prompt, or correct the file"
+    if wrong := [Problem("prompt", text, rule, remedy) for text in found if not text or not is_text(text)]:
+        raise JobError(wrong)
+    return found
+
+
+def _lines(text: str) -> Iterator[str]:
+    """The prompts of a file of JSON lines. Raises ValueError: a line that has none."""
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                value = parse_saved(line)
+            except ValueError as error:
+                raise ValueError(f"line {number}: {error}") from error
+            prompt = value.get("prompt") if isinstance(value, dict) else value
+            if not isinstance(prompt, str):
+                raise ValueError(f'line {number} is neither a string nor has a "prompt" that is one')
+            yield prompt
+
+
+def length_problems(options: GenerateOptions, loaded: Loaded, tokens: Any, prompt: str) -> Iterator[Problem]:
     """A text longer than the model's positions, or with ids that the model does not have."""
     config, length = loaded.model.config, tokens.shape[1]
     if length == 0:
-        yield Problem("prompt", options.prompt, "the tokenizer makes no token of it", "Give another text")
+        yield Problem("prompt", prompt, "the tokenizer makes no token of it", "Give another text")
         return
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and length + options.max_new_tokens > limit:
@@ -150,6 +200,8 @@ def length_problems(options: GenerateOptions, loaded: Loaded, tokens: Any) -> It
 def sampling(options: GenerateOptions) -> dict[str, Any]:
     """How tokens are chosen. Of the model's own settings only the ids are used."""
     common = {"max_new_tokens": options.max_new_tokens, "use_cache": True}
+    if options.repetition_penalty is not None:
+        common["repetition_penalty"] = options.repetition_penalty
     if options.greedy:
         return {**common, "do_sample": False}
     return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import subprocess
@@ -82,6 +83,63 @@ def test_narrow_draws_are_greedy(base: Path, capsys: pytest.CaptureFixture[str])
     assert text(capsys, *common, "--temperature", 2.0, "--seed", 3) != greedy
 
 
+def test_each_prompt_has_its_samples_and_its_seed(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """The first of each is what it is alone; where prompts come from changes nothing."""
+    common = (base / "out", "--max_new_tokens", 12, "--seed", 3)
+    alone = [text(capsys, *common, "--prompt", prompt) for prompt in (PROMPT, "import ")]
+    said = text(capsys, *common, "--prompt", PROMPT, "--prompt", "import ", "--samples", 2)
+    one, two, three, _ = said.split("--- prompt ")[1:]
+    assert [one, three] == [f"1 of 2, sample 1 of 2\n{alone[0]}", f"2 of 2, sample 1 of 2\n{alone[1]}"]
+    assert two.startswith(f"1 of 2, sample 2 of 2\n{PROMPT}") and two[20:] != one[20:]
+    (tmp_path / "p.jsonl").write_text(json.dumps(PROMPT) + '\n\n{"prompt": "import "}\n')
+    assert text(capsys, *common, "--prompt_file", tmp_path / "p.jsonl", "--samples", 2) == said
+    (tmp_path / "p.txt").write_text(f"{PROMPT}\n")
+    assert text(capsys, *common, "--prompt_file", tmp_path / "p.txt") == alone[0]
+    assert text(capsys, f"--prompt={PROMPT}", *common) == alone[0]
+
+
+def test_a_penalty_against_repetition(base: Path, capsys: pytest.CaptureFixture[str]):
+    common = (base / "out", "--prompt", PROMPT, "--greedy", "--max_new_tokens", 24)
+    plain, varied = text(capsys, *common), text(capsys, *common, "--repetition_penalty", 1000)
+    assert text(capsys, *common, "--repetition_penalty", 1) == plain
+    assert len(set(varied)) > len(set(plain))
+
+
+TEMPLATE = (
+    "{% for each in messages %}{{ each.role }}: {{ each.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}model: {% endif %}"
+)
+
+
+def test_a_chat_is_a_text_by_the_template(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    folder = shutil.copytree(base / "out", tmp_path / "out")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    common = ("--greedy", "--max_new_tokens", 8)
+
+    def chat(typed: str, *options: object) -> str:
+        monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+        return text(capsys, folder, "--chat", *common, *options)
+
+    first = "user: Hello\nmodel: "
+    one = text(capsys, folder, "--prompt", first, *common).removeprefix(first)
+    second = f"user: Hello\nassistant: {one}user: Again\nmodel: "
+    two = text(capsys, folder, "--prompt", second, *common).removeprefix(second)
+    assert chat("Hello\n\nAgain\n") == one + two == chat("Again\n", "--prompt", "Hello")
+    # What no longer fits is left out from the front; what fits by itself in no way is said.
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{'a' * 900}\n{'b' * 1024}\n{'c' * 200}\nHello\n"))
+    assert main([str(each) for each in (folder, "--chat", *common)]) == 0
+    said = capsys.readouterr()
+    assert said.err.count("more than the model's 1024 positions") == 1
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('no system') }}")
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
+    assert main([str(folder), "--chat"]) == 2
+    assert "cannot be used (TemplateError: no system)" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_settings_that_lie_in_a_folder_do_nothing(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -142,6 +200,12 @@ WRONG = {
     "prompt": (("--prompt", ""), "is a text of at least one character"),
     "max_new_tokens": (("--prompt", "a", "--max_new_tokens", "0"), "must be at least 1"),
     "positions": (("--prompt", "a", "--max_new_tokens", "1024"), "more than the model's 1024 positions"),
+    "no prompt": ((), "Give --prompt, --prompt_file or --chat"),
+    "prompt_file": (("--prompt_file", "/nowhere"), "cannot be read (No such file or directory)"),
+    "samples": (("--prompt", "a", "--samples", "2", "--greedy"), "does nothing beside --greedy"),
+    "chat samples": (("--chat", "--samples", "2"), "does nothing beside --chat"),
+    "chat": (("--chat",), "has no chat template"),
+    "penalty": (("--prompt", "a", "--repetition_penalty", "0"), "must be above 0"),
     "temperature": (("--prompt", "a", "--temperature", "0"), "must be a number of at least 1e-06"),
     "top_k": (("--prompt", "a", "--top_k", "0"), "must be at least 1"),
     "top_p": (("--prompt", "a", "--top_p", "1.1"), "must be above 0 and at most 1"),
