@@ -30,7 +30,7 @@ def rank(arguments: Sequence[str]) -> int:
         job = read_job(parse_options(arguments), environment, None)
         if problems := running_problems(job.output_dir):
             raise JobError(problems)
-        state = preparing._state(select_checkpoint(job))
+        state = preparing._state(job, select_checkpoint(job))
         preparing._require_usable_numbers(job, state)
         with preparing.remote_cache(job) as remote:
             preparing._read_data(job, state, remote)
