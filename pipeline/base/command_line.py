@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import tyro
 
@@ -167,3 +167,16 @@ def without(arguments: Iterable[str], *names: str) -> list[str]:
         elif argument.partition("=")[0] not in names:
             kept.append(argument)
     return kept
+
+
+def superseded(default: R, read: R, alternatives: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    """The options of `default` that say what the command line says in another way: none of it is meant any
+    more, and each has its record's own default here.
+
+    Args:
+        alternatives: Pairs of options, either of which says the same.
+    """
+    changed = {name for name in vars(read) if getattr(read, name) != getattr(default, name)}
+    pairs = ((one, other) for pair in alternatives for one, other in (pair, pair[::-1]))
+    gone = [other for one, other in pairs if one in changed and other not in changed]
+    return {name: getattr(type(read), name) for name in gone}

@@ -132,11 +132,9 @@ def _torch() -> tuple[str | None, str | None]:
 
 def project(request: Request) -> dict[str, Any]:
     """A digest of the code, by path and content, None where it is missing; whether ranks can start there."""
-    root = Path(request["project"])
-    digest = hashlib.sha256()
-    # Without what editors keep beside it: hidden copies, and links to nowhere that mark an open file.
-    code = sorted(path.relative_to(root) for path in (root / "pipeline").rglob("*.py"))
-    code = [path for path in code if not any(part.startswith(".") for part in path.parts)]
+    root, digest = Path(request["project"]), hashlib.sha256()
+    found = (path.relative_to(root) for path in (root / "pipeline").rglob("*.py"))
+    code = sorted(path for path in found if "/." not in str(path))  # editors' hidden copies and marks
     for path in code:
         digest.update(str(path).encode() + b"\0" + (root / path).read_bytes() + b"\0")
     can_enter = Path(request["cwd"]).is_dir() and os.access(request["cwd"], os.X_OK)

@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 import tyro
 
-from pipeline.base.command_line import given_options, read_command_line, with_expanded_paths
+from pipeline.base.command_line import given_options, read_command_line, superseded, with_expanded_paths
 from pipeline.base.fields import Limits, fields_of, range_problems, type_problem
 from pipeline.base.json_reader import saved_json
 from pipeline.base.option_help import Group, Help
@@ -303,10 +303,6 @@ class EvaluateOptions(Options):
 O = TypeVar("O", bound=Options)  # noqa: E741
 
 
-# Two ways each to say one thing.
-_EITHER = (("train_steps", "train_tokens"), ("data", "data_blend"))
-
-
 def parse_options(
     args: Sequence[str],
     kind: type[O] = Options,  # type: ignore[assignment]
@@ -330,14 +326,8 @@ def parse_options(
     read = read_command_line(kind, args, prog, replace(default, set=()), others, _of_others)
     kept = default.set if read.deepspeed_config == default.deepspeed_config else ()
     last = {text.partition("=")[0]: text for text in (*kept, *read.set)}
-    return replace(read, set=tuple(last.values()), **_superseded(default, read))
-
-
-def _superseded(default: Options, read: Options) -> dict[str, Any]:
-    """What a run.json says in another way than the command line says it: none of it is meant any more."""
-    changed = {name for name in vars(read) if getattr(read, name) != getattr(default, name)}
-    pairs = ((one, other) for pair in _EITHER for one, other in (pair, pair[::-1]))
-    return {other: getattr(Options, other) for one, other in pairs if one in changed and other not in changed}
+    gone = superseded(default, read, (("train_steps", "train_tokens"), ("data", "data_blend")))
+    return replace(read, set=tuple(last.values()), **gone)
 
 
 def spelled_out(args: Sequence[str], kind: type[Options]) -> list[str]:
