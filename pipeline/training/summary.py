@@ -64,11 +64,8 @@ def _view(job: Job) -> list[str]:
     """The command that shows the run's numbers while it trains."""
     if "tensorboard" not in job.monitors:
         return []
-    # The one of this environment, unless the user's shell has it.
-    has_it = os.environ.get("VIRTUAL_ENV") == sys.prefix or sys.prefix == sys.base_prefix
-    command = "tensorboard" if has_it else str(Path(sys.prefix) / "bin" / "tensorboard")
-    folder = str(job.monitors["tensorboard"]["output_path"])
-    return [f"to watch it: {shlex.join([command, '--logdir', folder])}"]
+    folder = _written(str(job.monitors["tensorboard"]["output_path"]))
+    return [f"to watch it: {shlex.join([_program('tensorboard'), '--logdir', folder])}"]
 
 
 def _origin(job: Job, selection: Selection) -> list[str]:
@@ -101,14 +98,25 @@ def export_hint(job: Job, step: int) -> str | None:
     path = Path(job.output_dir) / CHECKPOINTS / tag_of(step)
     if not (path / MANIFEST).exists():
         return None
-    return (
-        f"its checkpoint as a Hugging Face folder: python -m pipeline.export {shlex.quote(str(path))} FOLDER"
-    )
+    folder = _written(job.output_dir)
+    folders = (f"{folder}/{CHECKPOINTS}/{path.name}", f"{folder}/exported/{path.name}")
+    command = [_program("python"), "-m", "pipeline.export", *folders]
+    return f"its checkpoint as a Hugging Face folder: {shlex.join(command)}"
+
+
+def _written(folder: str) -> str:
+    """A folder in a command: one that begins with a hyphen is not to be read as an option."""
+    return f"./{folder}" if folder.startswith("-") else folder
+
+
+def _program(name: str) -> str:
+    """How a shell calls a program of this environment: by its name, if the shell that started this does."""
+    is_active = os.environ.get("VIRTUAL_ENV") == sys.prefix or sys.prefix == sys.base_prefix
+    return name if is_active else str(Path(sys.prefix) / "bin" / name)
 
 
 def _again(job: Job, *more: str) -> str:
     """The command that starts this run again the way it was started, as a shell reads it there."""
-    folder = job.output_dir
-    folder = f"./{folder}" if folder.startswith("-") else folder  # not to be read as an option
+    folder = _written(job.output_dir)
     options = shlex.join(["--config", f"{folder}/run.json", "--output_dir", folder, *more])
     return f"{shlex.join(job.command)} {options}" if job.command else f"start it as before, with {options}"

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.export import main as export_main
 from pipeline.job.models import PRESETS
 from pipeline.model.counts import training_flops_per_token
 from tests.end_to_end.jobs import SEQUENCE, Workshop
@@ -142,6 +143,16 @@ def test_tensorboard_is_written_where_the_json_says_nothing_of_it(alone: Report)
     (said,) = (line for line in alone.stdout[0].splitlines() if "tensorboard" in line)
     command = shlex.split(said.partition("to watch it: ")[2])
     assert shutil.which(command[0]) and command[1:] == ["--logdir", str(folder)]
+
+
+@pytest.mark.slow
+def test_the_printed_command_exports_the_best_checkpoint(alone: Report):
+    (said,) = (line for line in alone.stdout[0].splitlines() if "pipeline.export" in line)
+    python, *words = shlex.split(said.partition("folder: ")[2])
+    assert shutil.which(python) and words[:2] == ["-m", "pipeline.export"]
+    assert export_main(words[2:]) == 0
+    folder = alone.shop.folder / "run" / "exported" / alone.shop.latest("run").name
+    assert (folder / "config.json").exists()
 
 
 def _monitors_agree(report: Report) -> None:
