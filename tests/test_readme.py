@@ -43,7 +43,7 @@ GPUS_OF_ONE_HOST = ("--hostfile", "hostfiles/a100x1")
 
 
 # Commands of the pipeline that are run as they are.
-COMMANDS_HERE = ("check", "prepare", "export", "generate")
+COMMANDS_HERE = ("check", "evaluate", "prepare", "export", "generate")
 
 
 class Block(NamedTuple):
