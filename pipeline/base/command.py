@@ -6,16 +6,21 @@ import contextlib
 import logging
 import os
 import re
+import select
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import IO, NoReturn
 
 from pipeline.base.problems import EXIT_FAILED, EXIT_STOPPED, EXIT_WRONG_JOB
+from pipeline.base.words import wrapped
 
 HELP, HELP_ALL = "--help", "--help_all"
+# To the line's beginning, whatever another process has drawn on it.
+CLEAR = "\r\x1b[K"
+_USUAL = 80  # columns, where a terminal does not tell
 _SIZE = re.compile(r"[1-9][0-9]{0,4}")
 # Requests to stop a job.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -144,6 +149,29 @@ def leave_at_stop(number: int, _frame: FrameType | None) -> NoReturn:
 
 
 def say(line: str) -> None:
-    """One line for the user, beside the job's own output: on standard error."""
+    """One line for the user, beside the job's own output: on standard error, at a terminal's width."""
+    width = columns(sys.stderr)
+    shown = line if width is None else CLEAR + wrapped(line, width)
     with contextlib.suppress(OSError):  # the terminal is gone; the job continues
-        print(line, file=sys.stderr, flush=True)
+        print(shown, file=sys.stderr, flush=True)
+
+
+def draw(line: str) -> bool:
+    """Show `line` on a terminal until anything else is shown there; False, and nothing, elsewhere."""
+    width = columns(sys.stderr)
+    if width is None:
+        return False
+    with contextlib.suppress(OSError, ValueError):
+        # Whoever draws has other work: a terminal that is stopped (Ctrl-S) is left alone.
+        if select.select([], [sys.stderr], [], 0)[1]:
+            print(CLEAR + line[: width - 1], end="", file=sys.stderr, flush=True)
+    return True
+
+
+def columns(stream: IO[str]) -> int | None:
+    """The width of the terminal that `stream` is; None where it is none, or a dumb one."""
+    if not stream.isatty() or os.environ.get("TERM", "").lower() in ("dumb", "unknown"):
+        return None
+    with contextlib.suppress(OSError, ValueError):
+        return int(os.environ.get("COLUMNS", 0)) or os.get_terminal_size(stream.fileno()).columns or _USUAL
+    return _USUAL

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
+# At the end of a line: a program with options, which somebody may copy.
+_COMMAND = re.compile(
+    r"(?:^|(?<=: )|(?<=  ))(?:\S*/\S+|deepspeed|torchrun|accelerate|python\S*|srun|sbatch) .*-.*$"
+)
 _NAMES_SHOWN, _LONGEST_NAME = 6, 150
 
 
@@ -59,6 +65,39 @@ def cut(text: str, longest: int = 300) -> str:
     if len(text) <= longest:
         return text
     return f"{text[: longest * 2 // 3]} ... {text[-longest // 6 :]} ({len(text):,} characters)"
+
+
+def wrapped(text: str, width: int) -> str:
+    """`text` in lines of at most `width` columns, broken at spaces, what follows of a line indented. A
+    command continues as a shell reads it. A word that is longer, such as a path, stays whole."""
+    return "\n".join(part for line in text.split("\n") for part in _wrapped_line(line, width))
+
+
+def _wrapped_line(line: str, width: int) -> list[str]:
+    if len(line) <= width:
+        return [line]
+    indent = line[: len(line) - len(line.lstrip())] or "  "
+    command = _COMMAND.search(line)
+    prose = line if command is None else line[: command.start()].rstrip()
+    lines = _filled(prose, width, indent) if prose.strip() else []
+    if command is None:
+        return lines
+    if len(indent + command[0]) <= width:
+        return [*lines, indent + command[0]]
+    *first, last = _filled(indent + command[0], width - 2, indent + "  ")
+    return [*lines, *(f"{each} \\" for each in first), last]
+
+
+def _filled(line: str, width: int, indent: str) -> list[str]:
+    return textwrap.wrap(
+        line, max(width, len(indent) + 20), subsequent_indent=indent, expand_tabs=False,
+        replace_whitespace=False, break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
+
+
+def first_line(text: str) -> str:
+    """The first line that says something; empty where none does."""
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")
 
 
 def rank_list(numbers: Sequence[int]) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.base.problems import Problem
@@ -200,6 +201,8 @@ class Job:
         deepspeed: Exactly what `deepspeed.initialize(config=...)` receives.
         monitors: Enabled monitors with their settings. The job feeds them itself, DeepSpeed does not.
         json: The user's DeepSpeed JSON as read, before anything was resolved.
+        less_memory: What to change where a rank has run out of memory, called with the bytes that were
+            missing (None: not known), and whether they were the host's.
         command: What started the run, before its options; empty where nobody knows.
         arguments: The options as they were typed.
         resolved: Values that were left open, in the order they were decided.
@@ -234,6 +237,7 @@ class Job:
     deepspeed: dict[str, Any]
     monitors: dict[str, dict[str, object]]
     json: dict[str, Any]
+    less_memory: Callable[[int | None, bool], str] = field(compare=False, repr=False)
     command: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
     resolved: tuple[Resolved, ...] = ()

@@ -196,6 +196,34 @@ def _host_memory(f: Facts, held: RankMemory) -> Iterable[Problem]:
         yield Problem("model", f.model.name, rule, remedy, "warning")
 
 
+# Of what the formulas say: as much less is tried where nobody knows how much was missing.
+_USUALLY_MISSING = 10
+
+
+def less_memory(f: Facts, missing: int | None, on_host: bool) -> str:
+    """What to change after a rank has run out of memory, in one line: the least that, by the formulas, saves
+    the bytes that were missing.
+
+    Args:
+        missing: Bytes; None: not known.
+        on_host: In host memory, which is all there is on a CPU.
+    """
+    held = rank_memory(f.model, f.training)
+    if on_host and f.world.device == "cuda":
+        less = "offload less" if held.host else "leave --async_save out" if f.options.async_save else ""
+        own = f"offloaded state of a rank takes {size(held.host)} of it: " if held.host else ""
+        remedy = f"{own}use more hosts, or fewer ranks on each{f', or {less}' if less else ''}"
+        return f"{remedy[0].upper()}{remedy[1:]}"
+    needs = f"A rank needs {size(held.total)} by the formulas"
+    if missing is not None and missing >= held.total:
+        return f"{needs}: free what else is in use there, raise a limit, or use a smaller model"
+    most = min(held.total, f.world.known_memory or held.total)
+    least = most - max(missing or 0, held.total // _USUALLY_MISSING)
+    return f"{needs}. {_least_change(f, least, with_activations=True)}"
+
+
+# Tokens of a sample: below this a model learns little.
+_SHORTEST = 128
 # What to do, and what a rank then holds.
 _Change = tuple[str, Training]
 
@@ -206,13 +234,14 @@ def _least_change(f: Facts, limit: int, with_activations: bool = False) -> str:
     changes = itertools.chain([("", f.training)], _of_state(f), _of_ranks(f))
     if with_activations:
         changes = (less for words, training in changes for less in _of_activations(words, training))
+        changes = itertools.chain(changes, _of_length(f.training))
     for words, training in changes:
         held = rank_memory(f.model, training)
         needed = held.total if with_activations else held.state
         if words and needed <= limit:
             host = f", {size(held.host)} of host memory for each rank" if held.host else ""
             return f"{words}: {size(needed)}{host}"
-    return "Use a smaller model, or shorter sequences" if with_activations else "Use a smaller model"
+    return "Use a smaller model"
 
 
 def _of_state(f: Facts) -> Iterator[_Change]:
@@ -222,12 +251,13 @@ def _of_state(f: Facts) -> Iterator[_Change]:
     for number in range(f.zero_stage + 1, highest + 1):
         yield f"Set {stage} to {number}", _with(f, {stage: number})
     half = "bf16" if f.world.bf16_native else "fp16"
-    format_keys = {f"{half}.enabled": True} if f.compute == "fp32" else {}
+    on_cpu = f.world.device == "cpu"  # DeepSpeed has no fp16 there, and host memory is all there is
+    format_keys = {f"{half}.enabled": True} if f.compute == "fp32" and not (on_cpu and half == "fp16") else {}
     if format_keys:
         for number in range(max(f.zero_stage, 1), highest + 1):
             words = f"Turn {half} on and set {stage} to {number}"
             yield words, _with(f, {**format_keys, stage: number})
-    if highest == 3:
+    if highest == 3 and not on_cpu:
         words = f"Set {stage} to 3 and, in it, offload_optimizer.device to cpu"
         keys = {stage: 3, "zero_optimization.offload_optimizer.device": "cpu"}
         yield words, _with(f, keys)
@@ -256,8 +286,21 @@ def _of_activations(words: str, training: Training) -> Iterator[_Change]:
             yield text[:1].upper() + text[1:], replace(each, recompute="full") if mode else each
 
 
+def _of_length(training: Training) -> Iterator[_Change]:
+    """Half the tokens of a sample each time, with as little as can be kept of a step."""
+    *_, (words, least) = _of_activations("", training)
+    length = training.sequence_length // 2
+    while length >= _SHORTEST:
+        text = f"{words}; give --seq_length {length}" if words else f"Give --seq_length {length}"
+        yield text, replace(least, sequence_length=length)
+        length //= 2
+
+
 def _of_ranks(f: Facts) -> Iterator[_Change]:
-    """More ranks: in twice as many replicas each time, then in larger tensor groups as well."""
+    """More ranks: in twice as many replicas each time, then in larger tensor groups as well. CPU ranks would
+    share the memory that there is."""
+    if f.world.device == "cpu":
+        return
     stage = 3 if f.stages == 1 else 1
     most = f.world.hosts[0].slots
     for tensor in (f.tensor * 2**power for power in range(4)):

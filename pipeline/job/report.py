@@ -6,13 +6,14 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from io import TextIOWrapper
+from typing import IO, Any
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from pipeline.base.problems import Problem
-from pipeline.base.words import counted, cut, size
+from pipeline.base.words import counted, cut, size, wrapped
 from pipeline.job.job import Batch, Job, OptimizerConfig
 from pipeline.job.models import PRESETS
 from pipeline.job.options import RECIPES
@@ -27,6 +28,7 @@ from pipeline.parallel.mesh import Mesh
 GRID_LINES, _LINE_CHARACTERS = 24, 300
 # Problems of one kind that are shown.
 _OF_A_KIND = 10
+_FILLING = re.compile(r" +$", re.MULTILINE)
 _WORD = re.compile(r"[^\W_]+")
 PIPED_WIDTH = 110
 # By severity, the worst first.
@@ -34,13 +36,28 @@ _STYLES = {"error": "bold red", "warning": "bold yellow", "note": "dim"}
 
 
 def console(stderr: bool = False) -> Console:
-    """Colours on a terminal; plain text of a fixed width in a pipe or file."""
+    """Colours on a terminal; in a pipe or file plain text of a fixed width, without what would fill it up."""
     stream = sys.stderr if stderr else sys.stdout
     if isinstance(stream, TextIOWrapper):
         # A file name that the terminal's encoding lacks must not end the program.
         stream.reconfigure(errors="backslashreplace")
     made = Console(stderr=stderr, highlight=False)
-    return made if made.is_terminal else Console(stderr=stderr, highlight=False, width=PIPED_WIDTH)
+    if made.is_terminal:
+        return made
+    return Console(file=_Unfilled(stream), highlight=False, width=PIPED_WIDTH)
+
+
+class _Unfilled:
+    """A stream without the spaces at the ends of a table's lines."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._stream.write(_FILLING.sub("", text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def describe(draft: Draft) -> RenderableType:
@@ -70,9 +87,10 @@ def recipe_table() -> RenderableType:
 
 def print_problems(out: Console, problems: Sequence[Problem]) -> None:
     """Errors first, each with its remedy on a line of its own; of many of one kind the first and the last.
-    Long lines are left to the terminal, so that a search in the output finds whole sentences."""
+    Lines are broken on a terminal only, so that a search in other output finds whole sentences."""
     for line in _lines(problems):
-        out.print(line, soft_wrap=True)
+        shown = wrapped(line.plain, out.width) if out.is_terminal else line.plain
+        out.print(Text(shown, spans=line.spans[:1]), soft_wrap=True)
 
 
 def print_interruption(error: OSError | KeyboardInterrupt) -> None:

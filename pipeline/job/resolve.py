@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +30,7 @@ from pipeline.job.job import (
     SaveRules,
     StopRules,
 )
+from pipeline.job.layout_rules import less_memory
 from pipeline.job.learning import resolve_learning
 from pipeline.job.model_source import (
     TokenizerChoice,
@@ -357,6 +359,7 @@ def _assemble(facts: Facts, draft: Draft) -> Job:
         monitors=_monitors(settings, output_dir, draft),
         json=settings.written,
         resolved=tuple(draft.resolved),
+        less_memory=partial(less_memory, facts),
         problems=tuple(draft.problems),
     )
 

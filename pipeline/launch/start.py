@@ -178,7 +178,8 @@ def conclude(outcome: Outcome | None, ended: LauncherExit, is_told_by_code: bool
     if outcome.status == "finished" and ended.return_code != 0:
         say(f"The job finished, then its launcher failed: {_describe(ended)}.")
     elif outcome.status != "finished":
-        reason = f": {outcome.message}" if outcome.message else ""
+        # A coordinator has told the failure already.
+        reason = f": {outcome.message}" if outcome.message and outcome.failure is None else ""
         say(f"{outcome.words.capitalize()} (rank {outcome.rank}){reason}")
     return outcome
 

@@ -1,8 +1,8 @@
 """What rank 0 says while it trains. The other ranks have a `NullConsole` and say nothing.
 
-In a terminal the last line is live: it is redrawn with each step, and other lines scroll past above
-it. Everywhere else (a pipe, a file, a CI log) the same facts come as plain lines, without control
-characters, whatever the environment says about colour.
+In a terminal the last line is live from the first step on: it is redrawn with each one, other lines scroll
+past above it, and all keep to the terminal's width. Everywhere else (a pipe, a file, a CI log) the same
+facts come as plain lines, without control characters, whatever the environment says about colour.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import IO, Protocol
 
@@ -19,10 +19,13 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from pipeline.base.command import show_messages
+from pipeline.base.words import wrapped
 from pipeline.training.metrics import EvalMetrics, StepMetrics
 
 # Redrawing costs about a millisecond; a step of a tiny model takes ten.
 REDRAWS_PER_SECOND = 10
+# Columns of a terminal that nobody has made narrower.
+USUAL_WIDTH = 80
 # Steps that the remaining time is estimated from: few enough to follow a change of pace.
 PACE_STEPS = 50
 # Modules that act for a host, or for all: the rank that does the work says what comes of it.
@@ -114,7 +117,7 @@ class PlainConsole:
     def step(self, metrics: StepMetrics) -> None:
         self._pace.append(metrics.step_time)
         if self._is_logged(metrics):
-            self.message(step_line(metrics, self._total, self._remaining(metrics.step)))
+            self.message(step_line(metrics, self._total, self._remaining(metrics.step), self._width))
 
     def evaluation(self, metrics: EvalMetrics) -> None:
         self.message(evaluation_line(metrics, self._total))
@@ -137,6 +140,11 @@ class PlainConsole:
     def finish(self, lines: Iterable[str] = ()) -> None:
         for line in lines:
             self.message(line)
+
+    @property
+    def _width(self) -> int | None:
+        """Columns of a line; None: as many as it takes."""
+        return None
 
     def _is_logged(self, metrics: StepMetrics) -> bool:
         """Also the first and the last step, and what a reader must not miss: a skipped one."""
@@ -162,25 +170,28 @@ class LiveConsole(PlainConsole):
         super().__init__(stream, total_steps=total_steps, log_interval=log_interval, resume_step=resume_step)
         self._rich = RichConsole(file=stream, force_terminal=True, highlight=False)
         # No refresh thread: threads and forked data workers do not go together.
+        bar = 20 if self._rich.width >= USUAL_WIDTH else 8
         self._progress = Progress(
-            BarColumn(bar_width=20),
+            BarColumn(bar_width=bar),
             TextColumn("{task.description}", markup=False),
             console=self._rich,
             auto_refresh=False,
             transient=True,
         )
-        self._task = self._progress.add_task("waiting for the first step", total=total_steps)
-        self._progress.update(self._task, completed=resume_step)
+        self._text_width = self._rich.width - bar - 1
+        self._task = self._progress.add_task("", total=total_steps)
         self._drawn = 0.0
 
-    def start(self, lines: Iterable[str]) -> None:
-        super().start(lines)
-        self._show(self._begin)
+    @property
+    def _width(self) -> int:
+        return self._rich.width
 
     def step(self, metrics: StepMetrics) -> None:
         super().step(metrics)
-        text = progress_text(metrics, self._total, self._remaining(metrics.step))
+        text = progress_text(metrics, self._total, self._remaining(metrics.step), self._text_width)
         self._progress.update(self._task, completed=metrics.step, description=text)
+        if not self._progress.live.is_started:  # before, the launch shows how long the start takes
+            self._show(self._begin)
         now = time.monotonic()
         if now - self._drawn >= 1 / REDRAWS_PER_SECOND or metrics.step == self._total:
             self._show(self._progress.refresh)
@@ -192,41 +203,53 @@ class LiveConsole(PlainConsole):
         self._progress.refresh()
 
     def _write(self, text: str) -> None:
-        self._rich.print(Text(printable(text, self._stream)), soft_wrap=True)
+        self._rich.print(Text(wrapped(printable(text, self._stream), self._width)), soft_wrap=True)
 
     def finish(self, lines: Iterable[str] = ()) -> None:
         self._show(self._progress.stop)
         super().finish(lines)
 
 
-def step_line(metrics: StepMetrics, total_steps: int, remaining: float) -> str:
-    """The log line of a step; `remaining` in seconds."""
+def step_line(metrics: StepMetrics, total_steps: int, remaining: float, columns: int | None = None) -> str:
+    """The log line of a step; `remaining` in seconds. In few `columns` it leaves out what counts least:
+    all of it is in metrics.jsonl."""
     width = len(str(total_steps))
-    parts = [
-        f"step {metrics.step:>{width}}/{total_steps}",
-        f"loss {metrics.loss:.4f}",
-        f"grad norm {metrics.grad_norm:.3f}",
-        f"lr {metrics.lr:.2e}",
-        f"{metrics.tokens_per_second:,.0f} tokens/s",
-        f"{metrics.tflops_per_device:.3g} TFLOP/s per device",
-    ]
-    if metrics.mfu is not None:
-        parts.append(f"MFU {metrics.mfu:.1%}")
-    parts.append("skipped: overflow" if metrics.skipped else f"remaining {duration(remaining)}")
-    return " | ".join(parts)
+    parts = {
+        "step": f"step {metrics.step:>{width}}/{total_steps}",
+        "loss": f"loss {metrics.loss:.4f}",
+        "norm": f"{'grad ' if columns is None or columns > 100 else ''}norm {metrics.grad_norm:.3f}",
+        "lr": f"lr {metrics.lr:.2e}",
+        "tokens": f"{metrics.tokens_per_second:,.0f} tokens/s",
+        "flops": f"{metrics.tflops_per_device:.3g} TFLOP/s per device",
+        "mfu": "" if metrics.mfu is None else f"MFU {metrics.mfu:.1%}",
+        "skipped": "skipped: overflow" if metrics.skipped else "",
+        "remaining": "" if metrics.skipped else f"remaining {duration(remaining)}",
+    }
+    return _fitting(parts, ("flops", "remaining", "mfu", "tokens", "lr", "norm"), " | ", columns)
 
 
-def progress_text(metrics: StepMetrics, total_steps: int, remaining: float) -> str:
-    """The live line: what one wants to see at a glance in 80 columns."""
-    parts = [
-        f"{metrics.step}/{total_steps}",
-        f"loss {metrics.loss:.3f}",
-        f"lr {metrics.lr:.1e}",
-        f"{metrics.tokens_per_second:,.0f} tok/s",
-    ]
-    if metrics.mfu is not None:
-        parts.append(f"MFU {metrics.mfu:.0%}")
-    return "  ".join([*parts, duration(remaining)])
+def progress_text(
+    metrics: StepMetrics, total_steps: int, remaining: float, columns: int | None = None
+) -> str:
+    """The live line: what one wants to see at a glance."""
+    parts = {
+        "step": f"{metrics.step}/{total_steps}",
+        "loss": f"loss {metrics.loss:.3f}",
+        "lr": f"lr {metrics.lr:.1e}",
+        "tokens": f"{metrics.tokens_per_second:,.0f} tok/s",
+        "mfu": "" if metrics.mfu is None else f"MFU {metrics.mfu:.0%}",
+        "remaining": duration(remaining),
+    }
+    return _fitting(parts, ("lr", "mfu", "tokens", "loss"), "  ", columns)
+
+
+def _fitting(parts: dict[str, str], dispensable: Sequence[str], between: str, columns: int | None) -> str:
+    """The parts that say something, without the first of the dispensable ones where they are too many."""
+    for count in range(len(dispensable) + 1):
+        left = [text for name, text in parts.items() if text and name not in dispensable[:count]]
+        if columns is None or len(between.join(left)) <= columns:
+            break
+    return between.join(left)
 
 
 def evaluation_line(metrics: EvalMetrics, total_steps: int) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import sys
 import warnings
 from collections.abc import Iterator
 
@@ -53,7 +52,7 @@ def quiet_deepspeed(rank: int, reports: bool = False) -> None:
 
 @contextlib.contextmanager
 def captured_stdout() -> Iterator[io.StringIO]:
-    """Hold back what the block prints; written to standard error if the block raises.
+    """Hold back what the block prints; it stands below the traceback if the block raises.
 
     For constructions that describe themselves with `print` on several ranks, such as DeepSpeed's
     pipeline module and process topology: the text is noise until something goes wrong there.
@@ -62,7 +61,7 @@ def captured_stdout() -> Iterator[io.StringIO]:
     try:
         with contextlib.redirect_stdout(held):
             yield held
-    except BaseException:
-        sys.stderr.write(held.getvalue())
-        sys.stderr.flush()
+    except BaseException as error:
+        if held.getvalue():
+            error.add_note(held.getvalue().rstrip())
         raise

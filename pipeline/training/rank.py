@@ -23,6 +23,7 @@ from pipeline.checkpoints.resume import resume_problems
 from pipeline.cluster.agent.rank_link import Inherited, RankLink, connect, split_inherited
 from pipeline.cluster.folder_lock import only_job
 from pipeline.cluster.launcher_options import start_command
+from pipeline.cluster.memory import shortage_of
 from pipeline.cluster.outcome import Outcome, record_outcome
 from pipeline.cluster.rank_environment import RankEnvironment, read_rank_environment
 from pipeline.cluster.world import world_from_environment
@@ -105,10 +106,13 @@ def run_rank(
             job = replace(job, stops=replace(job.stops, stamp=stamp), arguments=typed)
         with only_job(job.output_dir) if environment.rank == 0 else contextlib.nullcontext():
             link.folder(job.output_dir)
+            link.memory_advice(job.less_memory(None, True))
             stop.leave = partial(_leave_early, job, environment, link)
             return _train(job, environment, stop, link)
     except JobError as error:
         return refuse(error, environment, link, output_dir)
+    except Exception as error:  # noqa: BLE001  (as in `_train`: an unreadable folder, a full disk)
+        return fail(error, 0, environment, link)
 
 
 def read_job(options: Options, environment: RankEnvironment, inherited: Inherited | None) -> Job:
@@ -148,26 +152,34 @@ def _train(job: Job, environment: RankEnvironment, stop: StopRequest, link: Rank
         record_outcome(job.output_dir, replace(outcome, master_port=environment.master_port))
 
     try:
-        outcome = run(job, environment, stop, record, link)
+        return run(job, environment, stop, record, link).exit_code
     except JobError as error:
         return refuse(error, environment, link, job.output_dir)
     except RunFailed as failure:
-        return fail(failure.error, failure.step, environment, link, job.output_dir)
+        return fail(failure.error, failure.step, environment, link, job.output_dir, job.less_memory)
     except Exception as error:  # noqa: BLE001  (reported, recorded, and the exit code is 1)
-        return fail(error, 0, environment, link, job.output_dir)
-    return outcome.exit_code
+        return fail(error, 0, environment, link, job.output_dir, job.less_memory)
 
 
 def fail(
-    error: Exception, step: int, environment: RankEnvironment, link: RankLink, output_dir: str | None = None
+    error: Exception,
+    step: int,
+    environment: RankEnvironment,
+    link: RankLink,
+    output_dir: str | None = None,
+    less_memory: Callable[[int | None, bool], str] | None = None,
 ) -> int:
-    """Say it here and now: a launcher ends the other ranks as soon as one is gone."""
+    """Say it here and now: a launcher ends the other ranks when one is gone. `less_memory`: of the job."""
     trace = "".join(traceback.format_exception(error))
-    if link.has_agent:  # which reports the first failure to the console, and writes the outcome
-        link.failed(error, step, trace)
-        return EXIT_FAILED
-    print(f"rank {environment.rank} failed {after_step(step)}:\n{trace}", file=sys.stderr, flush=True)
     message = f"{type(error).__name__}: {error}"
+    if (shortage := shortage_of(error)) is not None:
+        advice = less_memory(shortage.missing, shortage.on_host) if less_memory is not None else ""
+        message = f"{shortage}. {advice}".rstrip()
+    if link.has_agent:  # which reports the first failure to the console, and writes the outcome
+        link.failed(error, step, trace, message)
+        return EXIT_FAILED
+    said = f"rank {environment.rank} failed {after_step(step)}: {message}"
+    print(f"{said}\n{trace}", file=sys.stderr, flush=True)
     if output_dir is not None:
         outcome = Outcome("failed", step, environment.master_port, environment.rank, message)
         record_outcome(output_dir, outcome)

@@ -188,6 +188,20 @@ def raise_on_call(_: list[str], rank: int, target: str, victim: int) -> None:
     before_call(target, fail)
 
 
+def run_out_of_memory(_: list[str], rank: int, victim: int) -> None:
+    """Rank `victim` has no memory for its first step."""
+    import torch
+
+    def fail() -> None:
+        if rank == victim:
+            text = (
+                "CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has a total capacity of 80.00 GiB of "
+            )
+            raise torch.OutOfMemoryError(text + "which 4.00 KiB is free.")
+
+    before_call("pipeline.engine.engine:TrainEngine.train_step", fail)
+
+
 def poison_weight(_: list[str], rank: int, step: int, victim: int) -> None:
     """Rank `victim` has a NaN in its last parameter from `step` on."""
     from pipeline.engine.engine import TrainEngine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.end_to_end.jobs import (
     read_elsewhere,
     replace_argument,
     run_faulty_job,
+    run_out_of_memory,
     write_text,
 )
 from tests.harness import run_job
@@ -139,6 +141,20 @@ def test_a_rank_that_raises_takes_the_others_along(target: str, victim: int, sho
     assert f"rank {victim} failed" in result.stderr[victim]
     assert f"OSError: rank {victim} has no space left" in result.stderr[victim]
     assert shop.outcome("run")["status"] == "failed"
+
+
+def test_a_rank_without_memory_says_in_one_line_what_to_change(shop: Workshop):
+    config = shop.config(train_micro_batch_size_per_gpu=4)
+    result = run_faulty_job(shop.arguments("run", config), 2, run_out_of_memory, 1)
+    assert result.exit_codes[1] == 1
+    (line,) = [line for line in result.stderr[1].splitlines() if line.startswith("rank 1 failed")]
+    assert re.fullmatch(
+        r"rank 1 failed before the first step: out of memory \(GPU 0\): 2 MiB asked for, 80 GiB of 80 GiB "
+        r"in use\. A rank needs (.*) MiB by the formulas\. Set train_micro_batch_size_per_gpu to 1 and "
+        r"gradient_accumulation_steps to 4: (.*) MiB",
+        line,
+    ), line
+    assert line.endswith(shop.outcome("run")["message"])
 
 
 def test_a_failed_save_leaves_no_checkpoint_to_resume_from(shop: Workshop):

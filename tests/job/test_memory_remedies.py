@@ -75,9 +75,9 @@ def keys_of(part: str) -> dict[str, Any]:
     return {key: int(value) if value.isdigit() else value == "true" or value for key, value in said.items()}
 
 
-def followed(problem: Problem, config: dict[str, Any], slots: tuple[int, ...]) -> tuple[int, ...]:
+def followed(remedy: str, config: dict[str, Any], slots: tuple[int, ...]) -> tuple[int, ...]:
     """Do what the remedy says to `config`; the slots."""
-    changes, _, _ = re.sub(r"^.*(?:Else|of memory): ", "", problem.remedy).rpartition(": ")
+    changes, _, _ = re.sub(r"^.*(?:Else: |of memory: |formulas\. )", "", remedy).rpartition(": ")
     for part in changes.split("; "):
         for key, value in keys_of(part).items():
             *blocks, name = key.split(".")
@@ -103,9 +103,51 @@ def test_remedies_that_are_followed_lead_to_a_job_that_fits(job: tuple, tmp_path
         (problem,) = problems
         before, steps = made.memory, steps + 1
         assert steps <= 2, problem.remedy
-        slots = followed(problem, config, slots)
+        slots = followed(problem.remedy, config, slots)
         made = draft(tmp_path, config, world(*slots, device=device), model=model)
         held, said = made.memory, re.search(r"([\d.]+ GiB)(, [\d.]+ \w+ of host.*)?$", problem.remedy)
         assert said and said[1] in (size(held.state), size(held.total)), (problem.remedy, held)
         assert held.state < before.state or held.total < before.total
     assert not [problem for problem in made.problems if problem.severity == "error"]
+
+
+MIB = 2**20
+CPU = ("cpu", None, False)
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "given", "missing", "change"),
+    [
+        ("gpt2-124m", A100, {"train_micro_batch_size_per_gpu": 32}, 500, "Set train_micro"),
+        ("gpt2-124m", A100, {"train_micro_batch_size_per_gpu": 1}, None, "Set activation_checkpointing"),
+        ("gpt2-xl", A100, BF16 | zero(1) | {"train_micro_batch_size_per_gpu": 1}, 4000, "Set zero_optim"),
+        ("gpt2-124m", CPU, {"train_micro_batch_size_per_gpu": 16}, 2000, "Set train_micro"),
+        ("gpt2-124m", CPU, zero(0) | {"train_micro_batch_size_per_gpu": 1}, 1000, "Set zero_optim"),
+    ],
+)
+def test_what_a_rank_without_memory_is_told_saves_what_was_missing(
+    model: str, device: tuple, given: dict[str, Any], missing: int | None, change: str, tmp_path: Path
+) -> None:
+    config, number = dict(given), None if missing is None else missing * MIB
+    before = draft(tmp_path, config, world(8, device=device), model=model)
+    told = before.job.less_memory(number, device == CPU)
+    assert told.startswith(f"A rank needs {size(before.memory.total)} by the formulas. {change}"), told
+    slots = followed(told, config, (8,))
+    after = draft(tmp_path, config, world(*slots, device=device), model=model)
+    assert told.endswith(f": {size(after.memory.total)}")
+    assert after.memory.total <= before.memory.total - (number or before.memory.total // 10)
+
+
+def test_where_no_change_saves_as_much_the_model_is_too_large_or_not_alone(tmp_path: Path) -> None:
+    job = draft(tmp_path, {}, world(1, device=CPU), model="gpt2-124m").job
+    assert "; give --seq_length 512: " in job.less_memory(18000 * MIB, True)
+    needs, _, _ = job.less_memory(None, True).partition(". ")
+    assert job.less_memory(10**12, True).startswith(f"{needs}: free what else is in use there")
+
+
+def test_host_memory_of_a_job_on_gpus_is_that_of_what_it_offloads(tmp_path: Path) -> None:
+    config = BF16 | zero(3, optimizer="cpu")
+    told = draft(tmp_path, config, world(8, device=A100), model="gpt2-xl").job.less_memory(None, True)
+    assert re.fullmatch(
+        r"Offloaded state of a rank takes .* GiB of it: use more hosts, .* or offload less", told
+    )

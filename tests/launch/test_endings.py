@@ -170,9 +170,10 @@ def test_agents_say_by_their_exit_code_that_the_job_is_wrong() -> None:
 
 
 def test_a_rank_outside_the_checked_world_is_a_wrong_job(
-    tmp_path: Path, capsys: pytest.CaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever its launcher makes of the exit code."""
+    caplog.set_level("INFO", "pipeline.cluster.agent")
     coordinator = Coordinator(CoordinatorSettings(2, "token", 60.0, None))
     (tmp_path / "key").touch(0o600)
     (tmp_path / "key").write_text("token")
@@ -189,7 +190,7 @@ def test_a_rank_outside_the_checked_world_is_a_wrong_job(
         ).exit_code
         == 2
     )
-    assert "the world that was checked has 2 ranks" in capsys.readouterr().err
+    assert "the world that was checked has 2 ranks" in caplog.text
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])

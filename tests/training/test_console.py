@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import textwrap
+import traceback
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +28,9 @@ from pipeline.training.console import (
     evaluation_line,
     make_console,
     printable,
+    progress_text,
     show_job,
+    step_line,
 )
 from pipeline.training.metrics import Best, EvalMetrics, StepMetrics
 from pipeline.training.quiet import captured_stdout
@@ -105,6 +108,29 @@ def test_no_mfu_is_said_where_the_peak_is_unknown():
     out = io.StringIO()
     run(make_console(0, total_steps=2, log_interval=1, file=out), range(1, 3))
     assert "MFU" not in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("columns", "line", "bar"),
+    [
+        (
+            80,
+            "step   5000/100000 | loss 0.0011 | norm 1.250 | lr 3.00e-04 | 4,096 tokens/s",
+            "5000/100000  loss 0.001  4,096 tok/s  MFU 41%  2 d 04:46:40",
+        ),
+        (
+            60,
+            "step   5000/100000 | loss 0.0011 | norm 1.250 | lr 3.00e-04",
+            "5000/100000  loss 0.001  4,096 tok/s  2 d 04:46:40",
+        ),
+        (30, "step   5000/100000 | loss 0.0011", "5000/100000  2 d 04:46:40"),
+    ],
+)
+def test_lines_leave_out_what_counts_least_where_columns_are_few(columns: int, line: str, bar: str):
+    measured, left = metrics(5000, mfu=0.41), 2 * 95_000.0
+    assert step_line(measured, 100_000, left, columns) == line
+    assert progress_text(measured, 100_000, left, columns - (21 if columns >= 80 else 9)) == bar
+    assert len(line) <= max(columns, 32)
 
 
 def test_first_last_and_skipped_steps_are_always_logged():
@@ -190,15 +216,16 @@ def test_duration(seconds, text):
     assert duration(seconds) == text
 
 
-def test_captured_output_vanishes_unless_the_block_fails(capsys):
+def test_captured_output_vanishes_unless_the_block_fails_and_stands_below_its_traceback(capsys):
     with captured_stdout() as held:
         print("stage=0 layers=3")
     assert capsys.readouterr() == ("", "")
     assert held.getvalue() == "stage=0 layers=3\n"
-    with pytest.raises(RuntimeError), captured_stdout():
+    with pytest.raises(RuntimeError) as raised, captured_stdout():
         print("stage=1 layers=0")
         raise RuntimeError("no layers")
-    assert capsys.readouterr() == ("", "stage=1 layers=0\n")
+    assert capsys.readouterr() == ("", "")
+    assert traceback.format_exception(raised.value)[-1] == "stage=1 layers=0\n"
 
 
 @pytest.mark.parametrize(("rank", "passes"), [(0, ["warning", "error"]), (1, ["error"])])

@@ -280,6 +280,7 @@ class Agent:
         elif what == "stacks":
             self._rank.ask_for_stacks()
         elif what == "end":
+            self._output.leave_console()  # the cause has been said: what follows are its consequences
             kill_at = time.monotonic() + order["grace"]
             self._kill_at = min(self._kill_at or kill_at, kill_at)
         elif what == "log":
@@ -374,7 +375,7 @@ class Agent:
         if self._environment.rank != 0 and (text := self._output.kept_elsewhere(self._mark)):
             self._client.send(text=text, **{"is": "log"})
         how = {"code": self._rank.status, "by_agent": self._rank.is_killed, "tail": self._output.tail()}
-        self._client.send(**how, **{"is": "ended"})
+        self._client.send(text=self._rank.end_in_words, **how, **{"is": "ended"})
         self._reported = time.monotonic()
 
     # End ------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from pipeline.cluster.agent.handshake import HandshakeListener
 from pipeline.cluster.agent.host_inquiry import Asked, Verdict, differences, elsewhere
 from pipeline.cluster.agent.launch_spec import CoordinatorSettings, Limits
 from pipeline.cluster.agent.progress import HangDetector, StartPhases
+from pipeline.cluster.agent.rank_output import log_name
 from pipeline.cluster.agent.rank_table import RankState, RankTable, describe_exit
 from pipeline.cluster.outcome import Failure, Kind, Outcome
 
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 LOGS_FOLDER = "logs"
 # After a first report, others may come in that were first.
 SETTLE_SECONDS = 1.0
+# Of what a rank has written at its end, on the console: where a log has all of it, and where none has.
+_LAST_LINES, _LAST_LINES_WITHOUT_LOG = 3, 8
 _SAME_WORLD = "give every host the same hostfile and the same options for it"
 
 
@@ -308,7 +311,7 @@ class Coordinator:
             return
         # 2 is how an option parser ends, after its message.
         kind: Kind = "refused" if state.code == EXIT_WRONG_JOB else "died"
-        what = describe_exit(state.code)
+        what = message.get("text") or describe_exit(state.code)
         if self._stop:
             # A rank takes signals before it prepares its data.
             kind = "early" if state.phase == "starting" else "ended"
@@ -395,10 +398,21 @@ class Coordinator:
             return
         state = self.table.states.get(-1 if failure.rank is None else failure.rank)
         where = f"rank {state.rank} on {state.name}: " if state else ""
-        what = where + failure.message
-        # Rank 0's output is on the console already.
-        shown = failure.text and not (failure.kind == "died" and failure.rank == 0)
-        logger.info(f"{what}\n{failure.text.rstrip()}" if shown else what)
+        logger.info("\n".join([where + failure.message, *self._last_words(failure)]))
+
+    def _last_words(self, failure: Failure) -> list[str]:
+        """Where the whole of it stands, and the end of it: longer where no log has it."""
+        lines = [line for line in failure.text.splitlines() if line.strip()]
+        is_logged = self._logs is not None and not self._troubles
+        if is_logged:
+            # An error's message is the traceback's last line; a rank that died may have said why.
+            lines = lines[-_LAST_LINES:] if failure.kind == "died" and failure.rank != 0 else []
+            name = log_name(failure.rank) if failure.rank is not None else ""
+            lines.append(
+                f"All of it is in {self._logs}/{name}" if failure.text else f"Logs: {self._logs}/{name}"
+            )
+            return lines
+        return lines[-_LAST_LINES_WITHOUT_LOG:]
 
     def _is_over(self, now: float) -> bool:
         if self._deadline is not None and now > self._deadline:

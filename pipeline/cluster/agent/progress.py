@@ -1,7 +1,9 @@
-"""Whether a start makes progress: what to log before its first step, and when it counts as hung.
+"""Whether a start makes progress: what to show before its first step, and when it counts as hung.
 
 importing torch and DeepSpeed ...
 importing torch and DeepSpeed: 13 s
+
+On a terminal the first line is a clock, which runs until the second one.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from pipeline.base.command import draw
 from pipeline.base.words import after_step, rank_list
 from pipeline.cluster.agent.rank_table import RankState, RankTable
 from pipeline.cluster.outcome import Failure
@@ -26,6 +29,7 @@ _WORDS = {
     "preparing data": "reading data",
     "joining": "waiting for all ranks to join",
     "building": "building model and optimizer",
+    "training": "taking the first step",
 }
 
 
@@ -35,21 +39,28 @@ class StartPhases:
     def __init__(self) -> None:
         self._phase = ""
         self._since = 0.0
+        self._first_step = 0  # steps taken when training begins
+        self._redraw = 0.0
         self._is_long = False
         self._is_over = False
 
     def look(self, rank_0: RankState | None, now: float) -> None:
-        """Log what is due at time `now`; nothing any more when training has begun."""
+        """Show what is due at time `now`; nothing any more when a step has been taken."""
         if rank_0 is None or self._is_over:
             return
-        if rank_0.phase != self._phase:
+        has_stepped = rank_0.phase == self._phase == "training" and rank_0.step > self._first_step
+        if rank_0.phase != self._phase or has_stepped:
             if self._is_long:
                 logger.info(f"{_WORDS[self._phase]}: {now - self._since:.0f} s")
             self._phase, self._since, self._is_long = rank_0.phase, now, False
-            self._is_over = rank_0.phase not in _WORDS
-        elif not self._is_long and now - self._since > SHOWN_SECONDS:
+            self._first_step = rank_0.step
+            self._is_over = has_stepped or rank_0.phase not in _WORDS
+        elif now - self._since > SHOWN_SECONDS and now >= self._redraw:
+            self._redraw = now + 1.0
+            is_drawn = draw(f"{_WORDS[self._phase]}: {now - self._since:.0f} s")
+            if not is_drawn and not self._is_long:
+                logger.info(f"{_WORDS[self._phase]} ...")
             self._is_long = True
-            logger.info(f"{_WORDS[self._phase]} ...")
 
 
 # Unless the user says otherwise: a step may take this many times the longest of the last ones, ...

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.base.words import first_line
 from pipeline.cluster.agent.launch_spec import pack, unpacked_option
 from pipeline.cluster.agent.rank_table import Phase, error_kind
 from pipeline.cluster.outcome import Outcome
@@ -63,14 +64,18 @@ class RankLink:
         """A signal ends this rank before the ranks have met: the others are to end, too."""
         self._send("ending", status="stopped", step=0, message=message, early=True)
 
-    def failed(self, error: BaseException, step: int, report: str) -> None:
-        """This rank cannot continue; `report` is its traceback."""
-        message = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    def memory_advice(self, text: str) -> None:
+        """What to change should the system kill this rank because memory has run out."""
+        self._send("advice", text=text)
+
+    def failed(self, error: BaseException, step: int, report: str, message: str = "") -> None:
+        """This rank cannot continue; `report`: its traceback; `message`: in place of the error's words."""
+        message = first_line(message or f"{type(error).__name__}: {error}")
         self._send("failure", kind=error_kind(error), step=step, message=message, text=report)
 
     def refused(self, report: str) -> None:
         """The job is wrong; `report` has the problems."""
-        message = next((line.strip() for line in report.splitlines() if line.strip()), "the job is wrong")
+        message = first_line(report) or "the job is wrong"
         self._send("failure", kind="refused", step=0, message=message, text=report)
 
     def _send(self, what: str, **message: Any) -> None:
@@ -112,7 +117,7 @@ def split_inherited(arguments: Sequence[str]) -> tuple[Inherited | None, list[st
 def connect(inherited: Inherited) -> RankLink:
     """The link to this process's agent, which can ask for stacks from now on."""
     stacks = os.fdopen(inherited.stacks, "w")
-    faulthandler.enable()  # a crash in native code shows where Python was
+    faulthandler.enable(stacks)  # a crash in native code leaves there where Python was
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
     for descriptor in (inherited.link, inherited.stacks):
         os.set_inheritable(descriptor, False)

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipeline.base.command import CLEAR, columns
 from pipeline.cluster.agent.owned_process import new_file_in_memory
 
 # Starts of a run whose logs are kept.
@@ -195,6 +196,9 @@ class RankOutput:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._console = {1: NonBlockingWriter(1), 2: NonBlockingWriter(2) if rank == 0 else None}
+        self._has_left_console = False
+        self._at_start = {1: True, 2: True}  # whether the next byte of the stream begins a line
+        self._is_drawn_on = {1: columns(sys.stdout) is not None, 2: columns(sys.stderr) is not None}
         self._log = NonBlockingWriter()
         self._lines = {1: PlainLines(), 2: PlainLines()}
         self._tail = Tail()
@@ -254,10 +258,20 @@ class RankOutput:
             self._take(number, data)
         return False
 
+    def _over_drawing(self, number: int, data: bytes) -> bytes:
+        """On a terminal, what begins a line begins it: the coordinator's clock may stand there, and below the
+        last line of standard output rank 0's progress bar."""
+        begins, self._at_start[number] = self._at_start[number], data.endswith(b"\n")
+        return CLEAR.encode() + data if begins and self._is_drawn_on[number] else data
+
+    def leave_console(self) -> None:
+        """What it writes on standard error from now on is for the log only."""
+        self._has_left_console = True
+
     def _take(self, number: int, data: bytes) -> None:
         console = self._console[number]
-        if console is not None:
-            console.write(data)
+        if console is not None and not (number == 2 and self._has_left_console):
+            console.write(self._over_drawing(number, data))
         if number == 2:
             self._tail.feed(data)
         self.log(self._lines[number].feed(data))

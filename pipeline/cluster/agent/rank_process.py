@@ -12,11 +12,15 @@ import time
 from collections.abc import Mapping, Sequence
 
 from pipeline.base.problems import EXIT_FAILED
+from pipeline.base.words import size
 from pipeline.cluster.agent.connection import Connection, Message
 from pipeline.cluster.agent.launch_spec import LaunchSpec
 from pipeline.cluster.agent.owned_process import descendants, kill_all, start_owned
+from pipeline.cluster.agent.progress import innermost
 from pipeline.cluster.agent.rank_link import STACKS_SIGNAL, Inherited
 from pipeline.cluster.agent.rank_output import RankOutput
+from pipeline.cluster.agent.rank_table import describe_exit
+from pipeline.cluster.memory import memory_group
 from pipeline.cluster.rank_environment import RankEnvironment, without_managers
 from pipeline.job.stop_file import stamped
 
@@ -55,9 +59,13 @@ class RankProcess:
         self.step = 0
         self.is_killed = False
         self.said_ending = False
+        self._advice = ""  # should memory run out
+        self._kills: int | None = None  # in its control group, before its start
+        self._crash = ""  # where Python was when it crashed
         self._process: subprocess.Popen[bytes] | None = None
         self._link: Connection | None = None
         self._phase = ""
+        self._has_stepped = False
         self._progress: Message | None = None
         self._progress_sent = 0.0
         self._stacks_at: float | None = None
@@ -76,6 +84,7 @@ class RankProcess:
         command = [*self._command, inherited.argument(), *given]
         variables = without_managers(os.environ) | environment | place.variables()
         stdout, stderr = self.output.open()
+        self._kills = _kills_here()
         self._process = start_owned(command, variables, stdout, stderr, (its.fileno(), stacks.fileno()))
         its.close()
         self.output.started()
@@ -128,6 +137,9 @@ class RankProcess:
         output goes to the console and the log."""
         for ended in self.output.pump(at_end=all_of_them):
             self._selector.unregister(ended)
+        if all_of_them and self.status not in (0, None):
+            self._crash = self.output.take_stacks()
+            self.output.log(self._crash.encode())
         due: list[Message] = []
         if self._link is not None:
             for message in self._link.receive():
@@ -146,13 +158,21 @@ class RankProcess:
         """What of this message, and of what waits, is reported at once: progress within a phase is not."""
         what = message.get("is")
         if what == "progress":
+            is_first = (
+                message["phase"] == "training" and message["step"] > self.step and not self._has_stepped
+            )
+            self._has_stepped |= is_first  # who shows how long it takes is told at once
             self._progress, self.step = message, message["step"]
-            if message["phase"] == self._phase:
+            if message["phase"] == self._phase and not is_first:
                 return []
             self._phase = message["phase"]
             return self._take_progress()
+        if what == "advice":
+            self._advice = message["text"]
+            return []
         if what == "failure":
             self.output.log((message["text"].rstrip() + "\n").encode())
+            self.output.leave_console()
         if what == "ending":
             self.said_ending = True
         return [*self._take_progress(), message]
@@ -188,9 +208,29 @@ class RankProcess:
         return -signal.SIGKILL if code is None and self.is_killed else code
 
     @property
+    def end_in_words(self) -> str:
+        """How it was ended by a signal, as far as this can be seen here only; else nothing."""
+        code = self.status
+        if self.is_killed or code is None or code >= 0:
+            return ""
+        if -code == signal.SIGKILL and (self._kills or 0) < (_kills_here() or 0):
+            group = memory_group()
+            limit = group.limit if group is not None else None
+            most = f" (its control group has {size(limit)})" if limit is not None else ""
+            return f"was killed by the kernel: out of memory{most}. {self._advice}".rstrip()
+        place = f" in {innermost(self._crash)}" if self._crash.strip() else ""
+        return f"{describe_exit(code)}{place}"
+
+    @property
     def exit_code(self) -> int:
         """The agent's, where only the rank's end determines it."""
         code = None if self._process is None else self._process.returncode
         if code is None or self.is_killed or (code == 0 and not self.said_ending):
             return EXIT_FAILED
         return code if code >= 0 else 128 - code
+
+
+def _kills_here() -> int | None:
+    """Processes of this control group that the kernel has killed for memory; None: not visible."""
+    group = memory_group()
+    return None if group is None else group.kills

@@ -119,6 +119,10 @@ class Start:
     def codes(self) -> list[int]:
         return [agent.wait(5) for agent in self.agents]
 
+    def console(self, rank: int) -> str:
+        """What the agent of a rank has shown."""
+        return (self.folder / f"console{rank}").read_text()
+
     def log(self, rank: int) -> str:
         (file,) = self.folder.glob(f"logs/*/rank_{rank:05}.log")
         return file.read_text()

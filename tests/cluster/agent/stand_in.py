@@ -2,7 +2,8 @@
 
     stand_in.py FOLDER STEPS SECONDS [RANK:STEP:FAULT ...]
 
-FAULT: exit=N, signal=NAME (to itself), raise, hang, refuse, peer (an error of a lost peer). Without one the
+FAULT: exit=N, signal=NAME (to itself), raise, hang, refuse, peer (an error of a lost peer), eat=N (MiB),
+rant=N (many lines, then exit N, or `raise` with another line behind it). Without one the
 rank counts to the end and says that it has finished, or stopped after a signal. It does not wait for the
 others, so that nothing but their agents ends ranks that have lost a peer. At STEP `end` a fault comes after
 that last word.
@@ -49,6 +50,13 @@ def misbehave(fault: str, step: int) -> None:
         os.kill(os.getpid(), signal.Signals[value])
     if what == "hang":
         time.sleep(3600)
+    if what == "eat":
+        eaten = [b"x" * 2**20 for _ in range(int(value))]
+        raise AssertionError(f"it has eaten {len(eaten)} MiB")
+    if what == "rant":
+        print("\n".join(f"line {number} of its last words" for number in range(100)), file=sys.stderr)
+        if value != "raise":
+            os._exit(int(value))
     if what == "refuse":
         link.refused(f"error: rank {place.rank} lacks a file")
         os._exit(2)
@@ -58,6 +66,9 @@ def misbehave(fault: str, step: int) -> None:
         raise OSError(f"no space left on rank {place.rank}")
     except (OSError, RuntimeError) as error:
         link.failed(error, step, traceback.format_exc())
+        if what == "rant":
+            time.sleep(0.3)  # its agent has heard it
+            print("a line after its failure", file=sys.stderr, flush=True)
         os._exit(1)
 
 
@@ -69,6 +80,7 @@ def misbehave_at(where: str, step: int) -> None:
 
 
 link.folder(str(folder))
+link.memory_advice("Eat less")
 (folder / "ranks").mkdir(exist_ok=True, parents=True)
 here = {
     "pid": os.getpid(),

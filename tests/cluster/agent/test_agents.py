@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.cluster.memory import memory_group
 from pipeline.cluster.rank_environment import free_port
 from tests.cluster.agent.agents import TIMEOUT, Start, start
 from tests.covering import first_fast
@@ -20,6 +22,9 @@ from tests.processes import is_running
 
 __all__ = ["start"]
 
+# Of a failure on the console, with what the launch says below.
+MOST_LINES = 8
+LIMIT = 256 * 2**20
 # A parent of agents that is no launcher: it waits.
 PARENT = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"
 
@@ -79,12 +84,19 @@ def test_ranks_get_the_rendezvous_that_is_free_where_rank_0_is(start: Start) -> 
     [
         ("exit=7", "left with exit code 7 before the job's end", "rank 1 writes on its standard error"),
         ("exit=0", "left with exit code 0 before the job's end", ""),
-        ("signal=SIGKILL", "was killed by SIGKILL (out of memory?)", ""),
-        ("signal=SIGSEGV", "was killed by SIGSEGV", "Fatal Python error: Segmentation fault"),
+        ("signal=SIGKILL", r"was killed by SIGKILL \(out of memory\?\)", ""),
+        (
+            "signal=SIGSEGV",
+            r"was killed by SIGSEGV in misbehave \(.*\)",
+            "Fatal Python error: Segmentation fault",
+        ),
         ("raise", "OSError: no space left on rank 1", "in misbehave"),
+        ("rant=7", "left with exit code 7 before the job's end", "line 99 of its last words"),
     ],
 )
-def test_the_first_rank_that_fails_is_named(start: Start, fault: str, message: str, text: str) -> None:
+def test_the_first_rank_that_fails_is_named_in_few_lines_and_its_log_has_all(
+    start: Start, fault: str, message: str, text: str
+) -> None:
     # The others report that they have lost a peer, rank 0 before rank 1 can say a word.
     # Slow steps: on a busy machine all ranks are there before one goes.
     history = start.folder / "history.jsonl"
@@ -94,14 +106,61 @@ def test_the_first_rank_that_fails_is_named(start: Start, fault: str, message: s
     began = time.monotonic()
     outcome = start.outcome()
     assert time.monotonic() - began < TIMEOUT + 2
-    assert (outcome.status, outcome.rank, outcome.step, outcome.message) == ("failed", 1, 2, message)
-    assert text in outcome.failure.text
-    assert any("rank 1 on" in line and message in line for line in start.said)
+    assert (outcome.status, outcome.rank, outcome.step) == ("failed", 1, 2)
+    first, *more = "\n".join(start.said[1:]).splitlines()  # [0]: where rank 0 is
+    assert re.fullmatch(rf"rank 1 on \S+: {message}", first) and first.endswith(outcome.message)
+    assert len(more) < MOST_LINES and more[-1].endswith("/rank_00001.log")
+    assert "Traceback" not in start.console(0)
+    assert text in start.log(1)
     assert not any(code == 0 for code in start.codes())
     assert not any(is_running(pid) for pid in pids)
     assert json.loads((start.folder / "outcome.json").read_text())["rank"] == 1
     _, end = map(json.loads, history.read_text().splitlines())  # one, of however many agents
     assert (end["start"], end["status"], end["reason"], end["exit_code"]) == ("s", "failed", message, 1)
+
+
+@pytest.mark.alone
+def test_what_rank_0_writes_after_its_failure_is_in_its_log_only(start: Start) -> None:
+    start.all("100", "0.2", "0:2:rant=raise")
+    assert start.outcome().message == "OSError: no space left on rank 0"
+    assert start.codes() == [1, 1, 1]
+    assert "after its failure" in start.log(0)
+    assert "after its failure" not in start.console(0)
+    assert start.said[-1].endswith("/rank_00000.log")
+
+
+@pytest.mark.slow
+def test_a_failure_that_no_log_can_take_is_on_the_console(start: Start) -> None:
+    (start.folder / "logs").touch()
+    start.all("100", "0.2", "1:2:raise")
+    assert start.outcome().status == "failed"
+    said = "\n".join(start.said[1:])
+    assert "logs cannot be written in" in said
+    assert "in misbehave\n" in said and said.endswith("OSError: no space left on rank 1")
+    assert len(said.splitlines()) <= MOST_LINES + 2
+
+
+@pytest.mark.slow
+def test_the_kernels_word_on_a_rank_that_it_killed_for_memory(start: Start) -> None:
+    """A real control group with a limit, and a rank that takes more."""
+    group = memory_group()
+    folder = group.folder / f"test-{os.getpid()}" if group is not None else Path()
+    limit = "memory.limit_in_bytes" if group is not None and group.version == 1 else "memory.max"
+    try:
+        folder.mkdir()
+        (folder / limit).write_text(str(LIMIT))
+    except OSError as error:
+        pytest.skip(f"needs a control group of its own: {error}")
+    enter = ("sh", "-c", f'echo $$ > {folder}/cgroup.procs && exec "$@"', "sh")
+    try:
+        for rank in range(3):
+            start.agent(rank, "100", "0.2", "1:2:eat=2000", before=enter if rank == 1 else ())
+        message = start.outcome().message
+        assert message == "was killed by the kernel: out of memory (its control group has 256 MiB). Eat less"
+        assert len(start.said) == 2 and start.said[-1].endswith("/rank_00001.log")
+        start.codes()
+    finally:
+        folder.rmdir()
 
 
 @pytest.mark.slow
@@ -158,6 +217,7 @@ def test_a_hung_step_shows_the_stacks_of_all_ranks(tmp_path: Path) -> None:
     assert "no progress for" in outcome.message and "after step 3" in outcome.message
     assert "ranks 0-2 in misbehave (stand_in.py:" in outcome.message
     assert "misbehave" in outcome.failure.text
+    assert len(start.said) == 2 and len(start.said[-1].splitlines()) == 2  # all stacks are in the logs
     for rank in range(3):
         assert "misbehave" in start.log(rank)
     assert not any(is_running(pid) for pid in pids)

@@ -78,10 +78,11 @@ def test_long_phases_are_told_when_they_are_long_and_when_they_end() -> None:
         (19.0, "preparing data", []),
         (19.5, "building", []),
         (20.0, "training", []),
-        (90.0, "training", []),
+        (90.0, "training", ["taking the first step ..."]),
+        (95.4, "a step", ["taking the first step: 75 s"]),
         (99.0, "building", []),
     ):
-        state.phase = phase
+        state.phase, state.step = ("training", 1) if phase == "a step" else (phase, state.step)
         said.clear()
         phases.look(state, now)
         assert said == expected, now
