@@ -21,6 +21,8 @@ from pipeline.base.user_input import is_text, read_text
 
 _SPACE = re.compile(r"(?:\s|//[^\n]*|#[^\n]*|/\*.*?\*/)*", re.DOTALL)
 _STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"')
+# A line of a hostfile, behind comments or none.
+_HOST_LINE = re.compile(r"\A(?:\s*#.*\n|\s*\n)*\s*[\w.@-]+[ \t]+slots\s*=")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _WORD = re.compile(r"[A-Za-z_][\w.]*|[^\s,{}\[\]:]+")
 _CONSTANTS = {"true": True, "false": False, "null": None}
@@ -127,6 +129,10 @@ def read_json(path: Path, option: str = "deepspeed_config", kind: str = "a DeepS
         rule = f"cannot be read as JSON ({type(error).__name__}: {error})"
     else:
         document = parse_json(text, str(path))
+        if not document.values and _HOST_LINE.search(text):
+            rule = f"is a hostfile, and {kind} is read here"
+            remedy = f"Give it as --hostfile {path}"
+            return Document(str(path), {}, {}, (Problem(option, str(path), rule, remedy),))
         return document if document.values or path.suffix not in (".yml", ".yaml") else _yaml(path, option)
     return Document(str(path), {}, {}, (Problem(option, str(path), rule, f"Give the path of {kind}"),))
 

@@ -95,16 +95,56 @@ def lack_of_space(folder: Path, needed: int, free: int, what: str = "the checkpo
 
 
 def space_problems(job: Job) -> list[Problem]:
-    """Why a run could not save a single checkpoint on this host.
+    """Why a run could not save a single checkpoint on this host, or (a warning) not all that it keeps.
 
     Hosts may have file systems of their own, each for its share: what is refused cannot fit either way.
     """
-    folder = Path(job.output_dir).absolute() / CHECKPOINTS  # which may be a link to another disk
-    nearest = next(path for path in (folder, *folder.parents) if exists(path))
-    needed, free = checkpoint_bytes(job) // len(job.world.hosts), free_bytes(nearest)
+    nearest, needed, free = _space(job)
     if rule := lack_of_space(nearest, needed, free):
         return [Problem("output_dir", job.output_dir, rule, "Make room, or choose another --output_dir")]
-    return []
+    most = _most_more(job)
+    if most * needed + _SLACK <= free:
+        return []
+    rule = (
+        f"the run saves up to {most} checkpoints of {readable(needed)} beside what is there, and {nearest} "
+        f"has {readable(free)} free: the later ones will fail"
+    )
+    fit = free // needed - 1  # the new one is complete before the oldest is removed
+    smaller = f"Give --keep_last {fit}" if fit and (job.saves.keep_last or most) > fit else "Make room"
+    remedy = f"{smaller}, or choose another --output_dir"
+    return [Problem("keep_last", job.saves.keep_last, rule, remedy, "warning")]
+
+
+def space_line(job: Job) -> str:
+    """How large checkpoints are, and what room they have."""
+    _, needed, free = _space(job)
+    most = _most_more(job)
+    many = f", {most} at most: {readable(most * needed)}" if most > 1 else ""
+    return f"{readable(needed)} each on this host{many}; {readable(free)} are free"
+
+
+def _space(job: Job) -> tuple[Path, int, int]:
+    """Where checkpoints go, what one takes there, and what is free."""
+    folder = Path(job.output_dir).absolute() / CHECKPOINTS  # which may be a link to another disk
+    nearest = next(path for path in (folder, *folder.parents) if exists(path))
+    return nearest, checkpoint_bytes(job) // len(job.world.hosts), free_bytes(nearest)
+
+
+def _most_more(job: Job) -> int:
+    """Checkpoints that there are at most beside those that are there now."""
+    there = steps_in(Path(job.output_dir) / CHECKPOINTS)
+    done, last, saves = max(there, default=0), job.train_steps, job.saves
+    if done >= last:
+        return 0
+
+    def multiples(interval: int) -> int:
+        return last // interval - done // interval
+
+    coming = multiples(saves.interval) + (last % saves.interval > 0) if saves.interval else 1
+    if saves.keep_last is None:
+        return coming
+    kept = saves.keep_last + 1 - min(len(there), saves.keep_last)
+    return min(coming, kept + (multiples(saves.keep_every) if saves.keep_every else 0))
 
 
 def readable(size: int) -> str:

@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from pipeline.base.problems import Problem
 from pipeline.base.user_input import is_file, lines_of, read_text, unusual_space
+from pipeline.base.words import few
 
 # Whole names, and beginnings that end in "*".
 FORWARDED = (
@@ -122,6 +125,72 @@ def deepspeed_env(
             else:
                 variables[key.strip()] = value.strip()
     return variables, problems
+
+
+@dataclass(frozen=True)
+class _Service:
+    """Where a monitor's service looks for its key.
+
+    Attributes:
+        variables: Any of which brings it.
+        files: Below the home folder or the current one, or ($) where a variable says.
+        words: Any of which in one of these files means that the service has what it needs.
+    """
+
+    variables: tuple[str, ...]
+    files: tuple[str, ...]
+    words: tuple[str, ...]
+    remedy: str
+
+
+_SERVICES = {
+    "wandb": _Service(
+        ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"),
+        (".netrc", "_netrc", ".config/wandb/settings", "wandb/settings", "$NETRC"),
+        ("wandb", "api_key", "mode", "$WANDB_BASE_URL"),
+        "Set WANDB_API_KEY, or run wandb login; WANDB_MODE=offline records without a key",
+    ),
+    "comet": _Service(
+        ("COMET_API_KEY",),
+        (".comet.config", "$COMET_CONFIG"),
+        ("api_key",),
+        "Set COMET_API_KEY; comet.online = false in the JSON records without a key",
+    ),
+}
+_OFFLINE = ("offline", "dryrun", "disabled")
+
+
+def missing_keys(
+    monitors: Mapping[str, Mapping[str, object]], home: Path, cwd: Path, environ: Mapping[str, str]
+) -> list[Problem]:
+    """The services among the enabled `monitors` for which there is no key on this machine, so that nothing
+    would be seen there."""
+    problems = []
+    for name, service in _SERVICES.items():
+        if (block := monitors.get(name)) is None:
+            continue
+        offline = environ.get("WANDB_MODE") in _OFFLINE if name == "wandb" else not block["online"]
+        if offline or block.get("api_key") or any(environ.get(each) for each in service.variables):
+            continue
+        words = [_given(word, environ) for word in service.words]
+        places = [folder / _given(file, environ) for file in service.files for folder in (home, cwd)]
+        if not any(_holds(place, [urlsplit(word).hostname or word for word in words]) for place in places):
+            looked = few((*service.variables, *service.files))
+            rule = f"the service needs a key, and there is none in {looked}"
+            problems.append(Problem(f"{name}.enabled", True, rule, service.remedy))
+    return problems
+
+
+def _given(name: str, environ: Mapping[str, str]) -> str:
+    return environ.get(name[1:], "") if name.startswith("$") else name
+
+
+def _holds(path: Path, words: Sequence[str]) -> bool:
+    try:
+        text = read_text(path)
+    except (OSError, ValueError):  # of no use to the service either
+        return False
+    return any(word and word in text for word in words)
 
 
 def _wrong(line: str, launcher: str | None) -> tuple[str, str] | None:

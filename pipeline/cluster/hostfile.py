@@ -36,6 +36,10 @@ def read_hostfile(path: str | Path) -> tuple[tuple[Host, ...], tuple[Problem, ..
         reason = "it is not text" if is_decoding else getattr(error, "strerror", None) or str(error)
         rule = f"the named hostfile cannot be read ({reason})"
         return (), (Problem("hostfile", str(path), rule, "Correct the path, or leave --hostfile out"),)
+    if text.lstrip("\ufeff \t\r\n").startswith(("{", "//")):
+        rule = "is JSON, and a hostfile has a line for each host"
+        remedy = f"If it is the DeepSpeed JSON, give it as --deepspeed_config {path}"
+        return (), (Problem("hostfile", str(path), rule, remedy),)
     hosts, problems = _parse_lines(text, str(path))
     if not hosts and not problems:
         remedy = f"Add one line per host ({_LINE})"

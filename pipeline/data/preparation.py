@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -25,8 +25,8 @@ from pipeline.base.problems import JobError, Problem, job_error
 from pipeline.data.corpus import Corpus, no_document
 from pipeline.data.encoding import Encoded, Encoder, encode_tasks
 from pipeline.data.losses import REFUSED
-from pipeline.data.records import Task, read_tasks
-from pipeline.data.token_file import TokenFile, join_token_files, open_token_file, token_problems
+from pipeline.data.records import ReadPosition, Task, read_tasks
+from pipeline.data.token_file import TokenFile, join_token_files, open_token_file, remarks, token_problems
 from pipeline.data.token_writer import Counts, TokenWriter, finish_interrupted
 from pipeline.data.tokenizer import Tokenizer
 
@@ -41,6 +41,8 @@ _PROGRESS_SECONDS = 1.0
 DEFAULT_WAIT = 1800.0
 # Characters after which texts of which too much is lost are refused, before all of them are read.
 _ENOUGH = 50_000_000
+# Files of which a sample has the beginning, and characters of each.
+_PLACES, _PLACE_SIZE = 4, 1 << 16
 # Of `Counts`, in PREFIX.json.
 _TOLD_COUNTS = (
     *("documents", "tokens", "characters", "lost_characters", "unknown_tokens", "lost_examples"),
@@ -217,38 +219,108 @@ def _write_all(
 
 def _add(writer: TokenWriter, task: Task, result: Encoded, rules: Rules) -> list[Problem]:
     """Write a task's tokens and count what has none; the problems that must stop the preparation."""
-    problems = []
     if task.broken:
         writer.abandon()
+    problems = _unusable(writer.counts, task, result, rules)
+    if result.bad and rules.on_bad_record == "stop":
+        return problems
+    writer.write(result.tokens, result.lengths, task.closed)
+    _count_text(writer.counts, result)
+    return problems
+
+
+def _unusable(counts: Counts, task: Task, result: Encoded, rules: Rules) -> list[Problem]:
+    """Count what gives no document; the problems that must stop the preparation."""
+    problems = []
     for file, reason in task.skipped:
         if file.named and rules.on_bad_record == "stop":
             remedy = "Convert it to UTF-8, or leave it out (--on_bad_record skip)"
             problems.append(Problem("data", file.path, f"is {reason}", remedy))
-        writer.counts.skip(file.path, reason)
+        counts.skip(file.path, reason)
     for name, reason in result.bad:
         if rules.on_bad_record == "stop":
             return [*problems, bad_record(name, reason)]
-        writer.counts.skip(name, reason)
+        counts.skip(name, reason)
     for name, reason in result.empty:
-        writer.counts.skip(name, reason)
-    writer.write(result.tokens, result.lengths, task.closed)
-    writer.counts.characters += result.characters
-    writer.counts.lose(result.losses)
-    writer.counts.end_markers += result.end_markers
+        counts.skip(name, reason)
     return problems
 
 
-def _require_fit(counts: Counts, tokenizer: Tokenizer, rules: Rules) -> None:
-    """Raises JobError if the tokenizer does not keep enough of the texts so far."""
+def _count_text(counts: Counts, result: Encoded) -> None:
+    counts.characters += result.characters
+    counts.lose(result.losses)
+    counts.end_markers += result.end_markers
+
+
+def _require_fit(counts: Counts, tokenizer: Tokenizer, rules: Rules, of: str = "") -> None:
+    """Raises JobError if the tokenizer does not keep enough of the texts so far; `of` says which part."""
     sizes = counts.characters, counts.tokens
     if rules.on_lost_characters == "continue" or counts.losses.share(*sizes) < REFUSED:
         return
-    rule = f"{counts.losses.told(*sizes)}; from {REFUSED:.0%} on that is refused"
+    rule = f"{of}{counts.losses.told(*sizes)}; from {REFUSED:.0%} on that is refused"
     remedy = (
         "Give a tokenizer that was made for such text (python -m pipeline.prepare --train_tokenizer makes "
         "one), or --on_lost_characters continue"
     )
     raise job_error("tokenizer", tokenizer.facts.name, rule, remedy)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What the beginnings of some files say of a corpus.
+
+    Attributes:
+        tokens: Of the whole corpus, by the tokens of each byte of these files.
+        remarks: As those of token files.
+    """
+
+    tokens: int
+    remarks: tuple[str, ...]
+
+
+def sample_text(corpus: Corpus, tokenizer: Tokenizer, rules: Rules) -> Sampled:
+    """Encode the beginnings of up to `_PLACES` files at even distances, which takes a fraction of a second.
+
+    Raises:
+        JobError: a file or record there that would stop the preparation, or a tokenizer that loses too much
+            of each beginning.
+    """
+    encoder = Encoder(
+        tokenizer, token_dtype(tokenizer.vocab_size), rules.text_field, rules.document_separator
+    )
+    total, files = Counts(), corpus.files[:: -(-len(corpus.files) // _PLACES)]
+    tokens = num_bytes = 0.0
+    unfit = []
+    for file in files:
+        tasks = read_tasks([file], rules.text_field, ReadPosition(), True, rules.document_separator)
+        task = next((task for task in tasks if task.records or task.skipped), Task(bytes_done=file.size))
+        part, share = _beginning(task)
+        result, counts = encoder(part), Counts()
+        if problems := _unusable(counts, part, result, rules):
+            raise JobError(problems)
+        for each in (counts, total):
+            _count_text(each, result)
+            each.tokens += len(result.tokens)
+        unfit.append(counts.losses.share(counts.characters, counts.tokens) >= REFUSED)
+        tokens, num_bytes = tokens + len(result.tokens) / share, num_bytes + task.bytes_done
+    if all(unfit):
+        _require_fit(total, tokenizer, rules, f"of the first {total.characters:,} characters looked at, ")
+    whole = sum(file.size for file in corpus.files)
+    return Sampled(round(tokens / max(num_bytes, 1) * whole), remarks(asdict(total)))
+
+
+def _beginning(task: Task) -> tuple[Task, float]:
+    """The first records of a task, about `_PLACE_SIZE` characters of it, and which share of it they are."""
+    kept, size = [], 0
+    for record in task.records:
+        if size >= _PLACE_SIZE:
+            break
+        kept.append(record[: _PLACE_SIZE - size] if isinstance(record, str) else record)
+        size += len(kept[-1] or "")
+    whole = sum(len(record or "") for record in task.records)
+    closed = task.closed and (size == whole or task.json)  # a text that is cut does not end here
+    part = replace(task, records=kept, names=task.names[: len(kept)], closed=closed)
+    return part, size / whole if whole else 1.0
 
 
 class _Meter:

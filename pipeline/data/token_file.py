@@ -22,6 +22,7 @@ import mmap
 import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -304,7 +305,7 @@ def open_token_file(prefix: str) -> TokenFile:
         JobError: a file is missing or damaged, or the two do not belong together.
     """
     path = Path(f"{prefix}.bin")
-    try:
+    with _explained(prefix):
         index = read_index(Path(f"{prefix}.idx"))
         size = path.stat().st_size
         offsets = document_offsets(index, size)
@@ -326,6 +327,28 @@ def open_token_file(prefix: str) -> TokenFile:
             description.get("num_skipped", len(skipped)),
             remarks(description),
         )
+
+
+def is_quick_to_open(prefix: str) -> bool:
+    """Whether ``PREFIX.idx`` is read in a fraction of a second."""
+    return Path(f"{prefix}.idx").stat().st_size <= _READ_WHOLE
+
+
+def count_tokens(prefix: str) -> int:
+    """The tokens of ``PREFIX.bin``, by its size and the first bytes of its index.
+
+    Raises:
+        JobError: as `open_token_file`, as far as these show it.
+    """
+    with _explained(prefix):
+        return Path(f"{prefix}.bin").stat().st_size // read_index(Path(f"{prefix}.idx")).dtype.itemsize
+
+
+@contextmanager
+def _explained(prefix: str) -> Iterator[None]:
+    """Turns what is wrong with token files into a problem."""
+    try:
+        yield
     except FileNotFoundError as error:
         rule = f"{error.filename} is missing; token files are PREFIX.bin and PREFIX.idx, both"
         raise job_error("data", prefix, rule, "Restore that file, or prepare again") from error

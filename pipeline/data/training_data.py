@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
 from pipeline.base.problems import JobError, Problem, job_error
-from pipeline.base.words import cut
+from pipeline.base.words import cut, size
 from pipeline.data.blend import Blend, BlendSource, BlendState, ResumedBlend, resume_blend
 from pipeline.data.corpus import Corpus, SourceSpec, find_corpus
 from pipeline.data.folder_search import left_out_text
+from pipeline.data.inputs import is_hub_name, is_remote
 from pipeline.data.order import Complement
 from pipeline.data.packing import PackedDataset, Packing
-from pipeline.data.preparation import DEFAULT_WAIT, Rules, cached_tokens
+from pipeline.data.preparation import DEFAULT_WAIT, Rules, cache_identity, cached_tokens, sample_text
 from pipeline.data.split import Split, SplitRule, split_source
-from pipeline.data.token_file import TokenFile, WatchedFile
+from pipeline.data.token_file import TokenFile, WatchedFile, count_tokens, is_quick_to_open
 from pipeline.data.tokenizer import ByteTokenizer, Tokenizer, vocabulary_problems
+
+# Bytes of a source's text that are encoded before a run starts, to know what ranks will find.
+LOOKED_AT = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -218,6 +223,84 @@ def _opened(spec: SourceSpec, settings: DataSettings, tokenizer: Tokenizer) -> O
     corpus = find_corpus(spec.paths, settings.written)
     file = cached_tokens(corpus, tokenizer, settings.cache_folder, settings.rules, settings.time_limit)
     return OpenSource(spec, corpus, file)
+
+
+@dataclass(frozen=True)
+class ForeseenSource:
+    """What is known of a source before a rank reads it.
+
+    Attributes:
+        tokens: All of them, before the split; None where they cannot be known here.
+        how: How `tokens` is known, or why it is not, in words.
+        remarks: What else is to be said of its text.
+        opened: The source as ranks will open it, while `foresee_data` runs; None where only a part of it was
+            looked at.
+    """
+
+    spec: SourceSpec
+    tokens: int | None
+    how: str
+    remarks: tuple[str, ...] = ()
+    opened: OpenSource | None = None
+
+
+def foresee_data(
+    sources: Sequence[SourceSpec],
+    settings: DataSettings,
+    *,
+    validation: Sequence[SourceSpec] = (),
+    tokenizer: Tokenizer,
+    begins: bool,
+) -> tuple[ForeseenSource, ...]:
+    """What can be known of the training sources and validation sets in a fraction of a second.
+
+    Token files are opened, a text of up to `LOOKED_AT` bytes is encoded whole, and of a longer one the
+    beginnings of some files. What lies at an address is not looked at.
+
+    Args:
+        begins: No checkpoint says how this data was split.
+
+    Raises:
+        JobError: what `load_data` will refuse, as far as it shows here, in the same words.
+    """
+    found, problems = [], []
+    with TemporaryDirectory() as folder:
+        for spec in (*sources, *validation):
+            try:
+                found.append(_foresee(spec, settings, tokenizer, Path(folder)))
+            except JobError as error:
+                problems += error.problems
+        if problems:
+            raise JobError(problems)
+        opened = [each.opened for each in found if each.opened is not None]
+        if len(opened) == len(found):
+            training, named = opened[: len(sources)], opened[len(sources) :]
+            if problems := _leaks(training, named):
+                raise JobError(problems)
+            if begins:
+                _packed(training, named, settings, settings.split_rule(None), tokenizer)
+    return tuple(found)
+
+
+def _foresee(spec: SourceSpec, settings: DataSettings, tokenizer: Tokenizer, folder: Path) -> ForeseenSource:
+    if any(is_remote(path) or is_hub_name(path) for path in spec.paths):
+        return ForeseenSource(spec, None, "at an address, from which ranks read it when they start")
+    if not spec.paths:  # listing it costs a tenth of a second, and nothing in it is a user's
+        return ForeseenSource(spec, None, "the source text of Python's standard library, about 9 MB")
+    corpus = find_corpus(spec.paths, settings.written)
+    cached = settings.cache_folder / cache_identity(corpus, tokenizer, settings.rules)
+    num_bytes = sum(file.size for file in corpus.files)
+    if all(map(is_quick_to_open, corpus.token_files)) and (num_bytes <= LOOKED_AT or cached.is_dir()):
+        place = cached.parent if cached.is_dir() else folder
+        opened = _opened(spec, replace(settings, cache_folder=place), tokenizer)
+        offsets, remarks = opened.token_file.offsets, opened.token_file.remarks if corpus.files else ()
+        return ForeseenSource(spec, int(offsets[-1] - offsets[0]), "counted", remarks, opened)
+    counted = sum(map(count_tokens, corpus.token_files))
+    if not corpus.files:
+        return ForeseenSource(spec, counted, "counted by its index")
+    sampled = sample_text(corpus, tokenizer, settings.rules)
+    how = f"estimated from {size(num_bytes)} of text by a sample"
+    return ForeseenSource(spec, counted + sampled.tokens, how, sampled.remarks)
 
 
 def _packed(

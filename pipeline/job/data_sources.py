@@ -25,7 +25,10 @@ from pipeline.base.problems import JobError, Problem
 from pipeline.base.user_input import exists
 from pipeline.data.corpus import SourceSpec, data_problems
 from pipeline.data.inputs import is_remote, readable, token_prefix
+from pipeline.data.preparation import Rules
 from pipeline.data.token_file import described_remarks
+from pipeline.data.training_data import DataSettings
+from pipeline.job.job import Job
 from pipeline.job.options import Name, Options, PathName
 
 # How far from 1 the weights' sum may be: thirds written with six digits are meant well.
@@ -98,6 +101,23 @@ def path_problems(key: str, sources: Iterable[SourceSpec], written: Sequence[str
         yield from (replace(problem, key=key) for problem in data_problems(source.paths, written))
         for prefix in filter(None, map(token_prefix, source.paths)):
             yield from (replace(problem, key=key) for problem in _remarked(prefix))
+
+
+def data_settings(job: Job) -> DataSettings:
+    """How a job's tokens become its samples."""
+    spec = job.data
+    return DataSettings(
+        sequence_length=job.batch.sequence_length,
+        seed=job.seed,
+        eval_fraction=spec.held_out_fraction,
+        eval_limit=spec.held_out_limit,
+        vocab_size=job.model.vocab_size,
+        cache_folder=Path(job.output_dir) / "data",
+        document_mask=spec.document_mask,
+        mask_document_end=spec.mask_document_end,
+        rules=Rules(spec.text_field, spec.on_bad_record, spec.document_separator, spec.on_lost_characters),
+        written=(job.output_dir, spec.cache_folder),
+    )
 
 
 def _remarked(prefix: str) -> list[Problem]:

@@ -151,6 +151,8 @@ def _sections(draft: Draft) -> Iterator[RenderableType]:
     rows = list(_training_rows(draft))
     if rows:
         yield _pairs("Training", rows)
+    if draft.outlook:
+        yield _pairs("Expected", draft.outlook)
     if draft.resume:
         yield Group(Text("Resume", "bold"), *(Text(line) for line in draft.resume))
     if draft.resolved:

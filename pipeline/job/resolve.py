@@ -72,6 +72,7 @@ class Draft:
         failures: Problems met while deriving a part, by the part's name; its rule reports them.
         memory: Of the rank that holds most.
         resume: What it would resume from and what changes by it, in lines; none for a new start.
+        outlook: Name and text of what is to be expected: tokens, passes, checkpoints, time.
         job: The whole, if there is no error.
     """
 
@@ -94,6 +95,7 @@ class Draft:
     optimizer: OptimizerConfig | None = None
     memory: RankMemory | None = None
     resume: Sequence[str] = ()
+    outlook: Sequence[tuple[str, str]] = ()
     job: Job | None = None
 
     @property

@@ -4,29 +4,38 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import IO, ClassVar, TypeVar
 
 from pipeline.base.command import help_asked, say
 from pipeline.base.command_line import given_options
+from pipeline.base.json_reader import parse_saved, saved_json
 from pipeline.base.option_help import Group, Help, end_with_help
-from pipeline.base.problems import EXIT_FINISHED, JobError
+from pipeline.base.problems import EXIT_FINISHED, JobError, Problem
 from pipeline.base.user_input import home_folder
-from pipeline.checkpoints.output import checkpoint_bytes, space_problems
+from pipeline.base.words import cut
+from pipeline.checkpoints.output import checkpoint_bytes, space_line, space_problems
 from pipeline.checkpoints.resume import examine_resume
 from pipeline.cluster.agent.host_inquiry import Inquiry
-from pipeline.cluster.forwarded_environment import deepspeed_env
+from pipeline.cluster.forwarded_environment import deepspeed_env, missing_keys
+from pipeline.cluster.history import METRICS_FILE
 from pipeline.cluster.launcher_options import (
     LauncherOptions,
     launcher_problems,
     split_arguments,
 )
 from pipeline.cluster.world import Paper, resolve_world
+from pipeline.data.tokenizer import from_facts
+from pipeline.data.tokenizer_folder import BYTES
+from pipeline.data.training_data import ForeseenSource, foresee_data
+from pipeline.job.data_sources import data_settings
 from pipeline.job.job import Job
-from pipeline.job.options import Options, parse_options, spelled_out
+from pipeline.job.options import RUN_FILE, Options, parse_options, spelled_out
 from pipeline.job.report import console, describe, model_table, print_problems, recipe_table, verdict
 from pipeline.job.resolve import Draft, examine
 from pipeline.job.world import World
@@ -34,7 +43,15 @@ from pipeline.launch.fewer_hosts import Plan, describe_fewer, on_hosts, plan_few
 from pipeline.launch.host_check.by_agents import inquiry_of
 from pipeline.launch.host_check.host_check import HostCheck, ask_job_hosts, hosts_line, hosts_table
 from pipeline.launch.launcher_command import SCRIPT, launcher_world_problems, start_problems, unused_problems
+from pipeline.model.counts import total_parameters
 
+# Passes over data up to which they are nearly as good as new data, and from which on nothing is learned from
+# them: Muennighoff et al. 2023, Scaling Data-Constrained Language Models.
+GOOD_PASSES, USELESS_PASSES = 4, 40
+# A model's ids for each of the tokenizer's from which on most are never used.
+MANY_TIMES = 8
+# Lines of the outlook, and bytes of metrics.jsonl that tell the speed.
+_ROWS, _TAIL = 12, 1 << 15
 O = TypeVar("O", bound=Options)  # noqa: E741
 LISTS = {"list_models": model_table, "list_recipes": recipe_table}
 
@@ -94,7 +111,7 @@ def check(
         draft = examine(options, None, error.problems)
     draft.problems += launcher_problems(launcher)
     try:
-        draft.problems += deepspeed_env(home_folder(), Path.cwd(), os.environ, launcher.launcher)[1]
+        draft.problems += _variables(draft, launcher, paper)
     except JobError as error:
         draft.problems += error.problems
     if draft.world is not None and paper.hosts_like is None:  # which nobody starts
@@ -109,9 +126,132 @@ def check(
         if options.saves and not paper.has_ranks and (draft.job.world.is_local or launcher.no_ssh):
             draft.problems += space_problems(draft.job)
         draft.resume = resumption.lines
+        draft.problems += _look_ahead(draft, draft.job)
     if draft.errors:
         draft.job = None
     return draft
+
+
+def _variables(draft: Draft, launcher: LauncherOptions, paper: Paper) -> list[Problem]:
+    """What is wrong with the files of variables for ranks; and keys that ranks on this machine will miss."""
+    home, cwd = home_folder(), Path.cwd()
+    variables, problems = deepspeed_env(home, cwd, os.environ, launcher.launcher)
+    if draft.job is None or not draft.job.world.is_local or paper.has_ranks:
+        return problems
+    return [*problems, *missing_keys(draft.job.monitors, home, cwd, os.environ | variables)]
+
+
+def _look_ahead(draft: Draft, job: Job) -> list[Problem]:
+    """What data, disk and earlier starts say of a job without another error goes into its outlook; what is
+    wrong is returned."""
+    if draft.errors:
+        return []
+    try:
+        found = foresee_data(
+            job.data.training,
+            data_settings(job),
+            validation=job.data.validation,
+            tokenizer=from_facts(job.data.tokenizer),
+            begins=not draft.resume,
+        )
+    except JobError as error:
+        return list(error.problems)
+    rows, problems = [], _unused_rows(job)
+    for each in found:
+        trained = each.spec in job.data.training
+        rows.append((cut(each.spec.name, 40), _source_line(job, each, trained)))
+        problems += _many_passes(job, each) if trained else []
+        problems += [
+            Problem("data", each.spec.name, line.removeprefix("WARNING: "), "", "warning")
+            for line in each.remarks
+        ]
+    rows.append(("checkpoints", space_line(job)))
+    if line := _time_line(job):
+        rows.append(("time", line))
+    draft.outlook = rows if len(rows) <= _ROWS else [*rows[: _ROWS - 3], ("...", "more"), *rows[-2:]]
+    return problems
+
+
+def _unused_rows(job: Job) -> list[Problem]:
+    """A warning where the tokenizer has no token for most of the model's vocabulary."""
+    model, tokenizer = job.model, job.data.tokenizer
+    if model.vocab_size < MANY_TIMES * tokenizer.vocab_size:
+        return []
+    unused = (model.vocab_size - tokenizer.vocab_size) * model.hidden_size * (1 if model.tied else 2)
+    rule = (
+        f"has {tokenizer.vocab_size:,} ids, and {model.name} has rows for {model.vocab_size:,}: {unused:,} "
+        f"of its {total_parameters(model):,} parameters are never used"
+    )
+    if tokenizer.identity == BYTES:
+        rule += f", and a sample of {job.batch.sequence_length:,} tokens is that many bytes, a few lines"
+    remedy = (
+        "Give the model's own with --tokenizer FOLDER, make one with python -m pipeline.prepare "
+        "--train_tokenizer, or give a config.json with a smaller vocab_size"
+    )
+    return [Problem("tokenizer", tokenizer.name, rule, remedy, "warning")]
+
+
+def _passes(job: Job, source: ForeseenSource) -> float | None:
+    """How often the run trains on each token of a source."""
+    if source.tokens is None:
+        return None
+    held = min(round(source.tokens * job.data.held_out_fraction), job.data.held_out_limit or source.tokens)
+    wanted = job.train_steps * job.batch.tokens_per_step * float(source.spec.weight)
+    return wanted / max(source.tokens - held, 1)
+
+
+def _source_line(job: Job, source: ForeseenSource, trained: bool) -> str:
+    if source.tokens is None:
+        return source.how
+    line = f"{source.tokens:,} tokens, {source.how}"
+    if not trained:
+        return line
+    passes = _passes(job, source)
+    times = f"{passes:.2g}" if passes < 10 else f"{passes:,.0f}"
+    return f"{line}; {times} passes" + (
+        f", of which {GOOD_PASSES} are nearly as good as new data" if passes > GOOD_PASSES else ""
+    )
+
+
+def _many_passes(job: Job, source: ForeseenSource) -> list[Problem]:
+    """A warning where a source is read so often that nothing is learned from it any more."""
+    passes = _passes(job, source)
+    if passes is None or passes <= USELESS_PASSES:
+        return []
+    rule = (
+        f"{passes:,.0f} passes over {source.spec.name} ({source.tokens:,} tokens, {source.how}): up to "
+        f"{GOOD_PASSES} are nearly as good as new data, and from {USELESS_PASSES} on they add nothing but "
+        "overfitting (Muennighoff et al. 2023)"
+    )
+    needed, steps = source.tokens * passes / GOOD_PASSES, int(job.train_steps * GOOD_PASSES / passes)
+    fewer = f", or --train_steps {steps}" if steps else ", or train a smaller model on smaller batches"
+    remedy = f"Give more data (with {needed:.2g} tokens, {GOOD_PASSES} passes){fewer}"
+    return [Problem("train_steps", job.train_steps, rule, remedy, "warning")]
+
+
+def _time_line(job: Job) -> str:
+    """The time that is left at the speed of the last steps in the run's folder; empty where there are none
+    of this layout."""
+    folder = Path(job.output_dir)
+    try:
+        saved = saved_json(folder / RUN_FILE)
+        with (folder / METRICS_FILE).open("rb") as file:
+            file.seek(max(file.seek(0, os.SEEK_END) - _TAIL, 0))
+            lines = [parse_saved(line) for line in file.read().splitlines()[1:]]
+    except (OSError, ValueError):  # a first start; or what whoever reads them in full reports
+        return ""
+    layout = {**asdict(job.mesh), "zero_stage": job.zero_stage, "stages": list(job.stages)}
+    now = {"layout": layout, "batch": asdict(job.batch), "precision": asdict(job.precision)}
+    device = saved.get("device", {}).get("name", job.world.device_name)
+    if device != job.world.device_name or any(saved.get(key) != value for key, value in now.items()):
+        return ""
+    steps = [line for line in lines if isinstance(line, dict) and line.get("tokens_per_second")]
+    if not steps:
+        return ""
+    rate = statistics.median(line["tokens_per_second"] for line in steps)
+    left = max(job.train_steps - steps[-1]["step"], 0)
+    seconds = timedelta(seconds=round(left * job.batch.tokens_per_step / rate))
+    return f"{seconds} for the {left:,} steps left, at {rate:,.0f} tokens/s as in the last {len(steps)} here"
 
 
 def can_ask_hosts(draft: Draft, launcher: LauncherOptions) -> bool:

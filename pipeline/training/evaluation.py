@@ -43,11 +43,12 @@ from pipeline.engine.build import build_engine
 from pipeline.engine.distributed import stop_distributed
 from pipeline.engine.engine import TrainEngine
 from pipeline.engine.folder_weights import FolderWeights
+from pipeline.job.data_sources import data_settings
 from pipeline.job.job import Job, OptimizerConfig
 from pipeline.parallel.context import Parallel
 from pipeline.parallel.parameters import Source
 from pipeline.training.loop import Abandoned, evaluate
-from pipeline.training.preparing import agreed, data_settings, local_sources, meet, remote_cache
+from pipeline.training.preparing import agreed, local_sources, meet, remote_cache
 from pipeline.training.quiet import captured_stdout
 from pipeline.training.run_files import finite
 from pipeline.training.signals import StopRequest

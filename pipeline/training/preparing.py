@@ -18,12 +18,12 @@ from pipeline.cluster.agent.rank_link import RankLink
 from pipeline.cluster.history import METRICS_FILE
 from pipeline.cluster.rank_environment import RankEnvironment
 from pipeline.data.corpus import SourceSpec
-from pipeline.data.preparation import Rules
 from pipeline.data.remote_cache import RemoteCache
 from pipeline.data.tokenizer import from_facts
-from pipeline.data.training_data import DataSettings, TrainingData, load_data
+from pipeline.data.training_data import TrainingData, load_data
 from pipeline.engine.agreement import agree_on_job, agree_on_start
 from pipeline.engine.distributed import share_cores, start_distributed
+from pipeline.job.data_sources import data_settings
 from pipeline.job.job import Job
 from pipeline.job.run_settings import common_facts
 from pipeline.job.stop_file import read_stamp, stamp_of, stop_path
@@ -127,23 +127,6 @@ def _read_data(job: Job, state: TrainState, remote: RemoteCache) -> TrainingData
 def local_sources(specs: Sequence[SourceSpec], remote: RemoteCache) -> list[SourceSpec]:
     """The sources with the local copies of remote objects in their place."""
     return [replace(each, paths=remote.localize(each.paths)) for each in specs]
-
-
-def data_settings(job: Job) -> DataSettings:
-    """How the tokens of this job become samples."""
-    spec = job.data
-    return DataSettings(
-        sequence_length=job.batch.sequence_length,
-        seed=job.seed,
-        eval_fraction=spec.held_out_fraction,
-        eval_limit=spec.held_out_limit,
-        vocab_size=job.model.vocab_size,
-        cache_folder=Path(job.output_dir) / "data",
-        document_mask=spec.document_mask,
-        mask_document_end=spec.mask_document_end,
-        rules=Rules(spec.text_field, spec.on_bad_record, spec.document_separator, spec.on_lost_characters),
-        written=(job.output_dir, spec.cache_folder),
-    )
 
 
 def _require_usable_numbers(job: Job, state: TrainState) -> None:
