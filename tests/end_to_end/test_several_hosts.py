@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from tests.end_to_end.host_jobs import LAUNCH, SCRIPT, assert_nothing_runs, fini
 from tests.end_to_end.jobs import PROJECT, Workshop
 from tests.harness import run_job
 from tests.hosts import Hosts
+from tests.training.test_evaluation import evaluate
 
 pytestmark = [pytest.mark.slow, pytest.mark.multihost, pytest.mark.timeout(600)]
 
@@ -51,6 +53,11 @@ def test_one_host_then_two_without_the_launch(hosts: Hosts, curve: list[float]) 
         assert ("resumed from" in output) == (steps > 2)
         assert_nothing_runs(hosts)
     assert losses(workshop.steps("run")) == pytest.approx(curve[:4], rel=TOLERANCE)
+    run, evaluating = str(workshop.folder / "run"), [sys.executable, "-m", "pipeline.evaluate"]
+    output = finish(hosts, hosts.start("h0", [*evaluating, run, "--hostfile", two], cwd=PROJECT), JOB_SECONDS)
+    assert_nothing_runs(hosts)
+    here = evaluate([run, "--deepspeed_config", workshop.config()])["sets"][0]
+    assert json.loads(output)["sets"][0]["loss"] == pytest.approx(here["loss"], rel=TOLERANCE)
 
 
 def test_disks_of_their_own_and_a_full_one(make_hosts, curve: list[float]) -> None:
