@@ -88,7 +88,7 @@ def call(base: Path, layout: str, *more: str) -> list[str]:
     return [str(base / "run"), "--deepspeed_config", config, *more]
 
 
-LAYOUTS = ["dp2 zero3", "pp2 tp2 zero1", "sp2", "dualpipev2", "dp2", "tp4 zero2 offload", "dp2 tp2 zero3"]
+LAYOUTS = ["dp2 zero3", "pp2 tp2 zero1", "sp2", "dualpipev2", "dp2", "tp2 zero2 offload", "dp2 tp2 zero3"]
 
 
 @pytest.mark.parametrize("layout", first_fast(LAYOUTS, 1))
@@ -125,7 +125,7 @@ def padding_counts(calls: Callable[[], None]) -> None:
 @pytest.mark.parametrize(
     ("mutation", "layout"),
     first_fast([(mutations.mean_of_rank_means, "dp2 zero3"), (padding_counts, "dp2"),
-                (mutations.no_sum_after_row_parallel, "tp4 zero2 offload")], 1),
+                (mutations.no_sum_after_row_parallel, "tp2 zero2 offload")], 1),
 )  # fmt: skip
 def test_the_comparison_notices_a_wrong_sum(base: Path, mutation: Callable[..., None], layout: str) -> None:
     args = call(base, layout, f"--validation=set={base / 'set.txt'}")
