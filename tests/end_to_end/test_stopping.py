@@ -40,7 +40,7 @@ def signalled_while_meeting(_: list[str], rank: int) -> None:
     """Both ranks get a signal when rank 0 has met rank 1, which does not know it yet."""
     from pipeline.training import preparing
 
-    meet = preparing._meet
+    meet = preparing.meet
 
     def met(*args: Any) -> Any:
         parallel = meet(*args)
@@ -50,7 +50,7 @@ def signalled_while_meeting(_: list[str], rank: int) -> None:
             time.sleep(0.1)
         return parallel
 
-    preparing._meet = met
+    preparing.meet = met
     if rank == 0:
         before_call("pipeline.training.preparing:agree_on_checkpoint", lambda: os.kill(os.getpid(), SIGTERM))
 

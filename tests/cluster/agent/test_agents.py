@@ -116,7 +116,12 @@ def test_the_first_rank_that_fails_is_named_in_few_lines_and_its_log_has_all(
     assert not any(is_running(pid) for pid in pids)
     assert json.loads((start.folder / "outcome.json").read_text())["rank"] == 1
     _, end = map(json.loads, history.read_text().splitlines())  # one, of however many agents
-    assert (end["start"], end["status"], end["reason"], end["exit_code"]) == ("s", "failed", message, 1)
+    assert (end["start"], end["status"], end["reason"], end["exit_code"]) == (
+        "s",
+        "failed",
+        outcome.message,
+        1,
+    )
 
 
 @pytest.mark.alone
