@@ -34,8 +34,7 @@ from pipeline.base.problems import job_error
 from pipeline.checkpoints.files import ALGORITHMS, digest_of
 from pipeline.checkpoints.lineage import Branches, parse_branches, read_lineage
 from pipeline.job.job import Job
-from pipeline.job.run_file import CHECKPOINTS, MANIFEST, versions
-from pipeline.job.run_settings import settings_of
+from pipeline.job.run_file import CHECKPOINTS, MANIFEST, settings_of, versions
 
 SHARDS = "shards.json"
 FORMAT = 2

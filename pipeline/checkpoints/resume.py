@@ -30,8 +30,7 @@ from pipeline.checkpoints.manifest import (
     saved_branches,
 )
 from pipeline.job.job import Job
-from pipeline.job.run_file import CHECKPOINTS
-from pipeline.job.run_settings import setting_changes
+from pipeline.job.run_file import CHECKPOINTS, setting_changes
 
 # Positions in the order of candidates: a checkpoint of this folder has its step; these come behind it.
 ORIGIN, NOTHING = -1, -2

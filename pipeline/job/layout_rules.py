@@ -191,8 +191,10 @@ def _host_memory(f: Facts, held: RankMemory) -> Iterable[Problem]:
     if has is not None and needed > has:
         what = "" if on_cpu else "offloaded state of "
         rule = f"{what}{ranks} ranks takes {size(needed)} of this host's memory, which has {size(has)}"
-        remedy = "Use a smaller model or more hosts"
-        remedy += "; --device checks for GPUs" if on_cpu else ", or offload less"
+        remedy = "Use a smaller model or more hosts, or offload less"
+        if on_cpu:
+            less = _least_change(f, has // ranks, with_activations=True)
+            remedy = f"{less}; --device checks for GPUs"
         yield Problem("model", f.model.name, rule, remedy, "warning")
 
 
@@ -217,7 +219,8 @@ def less_memory(f: Facts, missing: int | None, on_host: bool) -> str:
     needs = f"A rank needs {size(held.total)} by the formulas"
     if missing is not None and missing >= held.total:
         return f"{needs}: free what else is in use there, raise a limit, or use a smaller model"
-    most = min(held.total, f.world.known_memory or held.total)
+    share = (f.world.host_memory or 0) // f.world.size if on_host else f.world.known_memory
+    most = min(held.total, share or held.total)
     least = most - max(missing or 0, held.total // _USUALLY_MISSING)
     return f"{needs}. {_least_change(f, least, with_activations=True)}"
 

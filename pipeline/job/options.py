@@ -23,9 +23,8 @@ from pipeline.base.option_help import Group, Help
 from pipeline.base.problems import JobError, Problem, job_error
 from pipeline.base.user_input import exists, parse_duration
 from pipeline.base.words import did_you_mean
-from pipeline.job.foreign_keys import of_megatron
+from pipeline.job.foreign_options import option_of_others
 from pipeline.job.models import PRESETS
-from pipeline.job.schema import KEYS
 from pipeline.job.stop_file import STAMP
 
 RUN_FILE = "run.json"
@@ -323,7 +322,7 @@ def parse_options(
     saved = [values[0] for name, values in given_options(args) if name == "config" and values]
     default = from_run_file(Path(saved[-1]), kind) if saved else kind()
     # What is given replaces a default, and these add to it.
-    read = read_command_line(kind, args, prog, replace(default, set=()), others, _of_others)
+    read = read_command_line(kind, args, prog, replace(default, set=()), others, option_of_others)
     kept = default.set if read.deepspeed_config == default.deepspeed_config else ()
     last = {text.partition("=")[0]: text for text in (*kept, *read.set)}
     gone = superseded(default, read, (("train_steps", "train_tokens"), ("data", "data_blend")))
@@ -339,93 +338,6 @@ def spelled_out(args: Sequence[str], kind: type[Options]) -> list[str]:
         )
         result.append(argument.replace("--deepspeed", "--deepspeed_config", 1) if with_file else argument)
     return with_expanded_paths(result, kind)
-
-
-# Names that transformers' Trainer, Megatron and nanoGPT have -> keys of the JSON, options.
-_KEYS_OF_OTHERS = {
-    "learning_rate": "optimizer.params.lr",
-    "lr": "optimizer.params.lr",
-    "weight_decay": "optimizer.params.weight_decay",
-    "batch_size": "train_batch_size",
-    "global_batch_size": "train_batch_size",
-    "micro_batch_size": "train_micro_batch_size_per_gpu",
-    "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
-    "max_grad_norm": "gradient_clipping",
-    "grad_clip": "gradient_clipping",
-    "clip_grad": "gradient_clipping",
-    "optim": "optimizer.type",
-    "optimizer": "optimizer.type",
-    "lr_scheduler_type": "scheduler.type",
-    "scheduler": "scheduler.type",
-    "warmup_steps": "scheduler.params.warmup_num_steps",
-    "warmup_iters": "scheduler.params.warmup_num_steps",
-    "lr_warmup_iters": "scheduler.params.warmup_num_steps",
-    "fp16": "fp16.enabled",
-    "bf16": "bf16.enabled",
-    "zero_stage": "zero_optimization.stage",
-    "pipeline_parallel_size": "pipeline.stages",
-    "pipeline_model_parallel_size": "pipeline.stages",
-    "tensor_parallel_size": "tensor_parallel.autotp_size",
-    "tensor_model_parallel_size": "tensor_parallel.autotp_size",
-    "context_parallel_size": "sequence_parallel_size",
-    "gradient_checkpointing": "activation_checkpointing.mode",
-    "recompute_granularity": "activation_checkpointing.mode",
-}
-_OPTIONS_OF_OTHERS = {
-    "max_steps": "train_steps",
-    "max_iters": "train_steps",
-    "train_iters": "train_steps",
-    "save_steps": "save_interval",
-    "eval_steps": "eval_interval",
-    "logging_steps": "log_interval",
-    "save_total_limit": "keep_last",
-    "model_name_or_path": "model",
-    "model_name": "model",
-    "dataset": "data",
-    "data_path": "data",
-    "train_file": "data",
-    "validation_file": "validation",
-    "block_size": "seq_length",
-    "max_seq_length": "seq_length",
-    "out_dir": "output_dir",
-    "save": "output_dir",
-    "resume_from_checkpoint": "resume",
-    "load": "resume",
-}
-
-
-_OFF = ("false", "0", "no", "none")
-# How values begin that others give a key, and how they are called here; "": anything else.
-_VALUES_OF_OTHERS = {
-    "optimizer.type": {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"},
-    "scheduler.type": {
-        "cosine": "WarmupCosineLR",
-        "linear": "WarmupDecayLR",
-        "constant_with": "WarmupLR",
-        "constant": "null",
-    },
-    "activation_checkpointing.mode": {**dict.fromkeys(_OFF, "none"), "selective": "selective", "": "full"},
-    **{
-        f"{precision}.enabled": {**dict.fromkeys(_OFF, "false"), "": "true"} for precision in ("fp16", "bf16")
-    },
-}
-
-
-def _of_others(name: str, values: Sequence[str]) -> tuple[str, str] | None:
-    """Rule and remedy for an option that is a key of the JSON, or an option under another name."""
-    value = " ".join(values)
-    keys = [path for path, key in KEYS.items() if not key.block and path.rpartition(".")[2] == name]
-    if key := _KEYS_OF_OTHERS.get(name, keys[0] if len(keys) == 1 else None):
-        known = _VALUES_OF_OTHERS.get(key, {"": value or "VALUE"})
-        given = next((here for there, here in known.items() if value.lower().startswith(there)), "VALUE")
-        key = "scheduler" if given == "null" else key
-        choice = f", VALUE one of {', '.join(KEYS[key].choices)}" if key in _VALUES_OF_OTHERS else ""
-        choice = choice if given == "VALUE" else ", or write it there"
-        return f"is {key} of the DeepSpeed JSON", f"Give --set {key}={given}{choice}"
-    if option := _OPTIONS_OF_OTHERS.get(name):
-        value = "auto" if (option, value) == ("resume", "True") else value
-        return "has another name here", f"Give --{option} {value or 'VALUE'}"
-    return of_megatron(name, value, {})
 
 
 def from_run_file(path: Path, kind: type[O] = Options) -> O:  # type: ignore[assignment]

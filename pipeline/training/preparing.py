@@ -25,7 +25,7 @@ from pipeline.engine.agreement import agree_on_job, agree_on_start
 from pipeline.engine.distributed import share_cores, start_distributed
 from pipeline.job.data_sources import data_settings
 from pipeline.job.job import Job
-from pipeline.job.run_settings import common_facts
+from pipeline.job.run_file import common_facts
 from pipeline.job.stop_file import read_stamp, stamp_of, stop_path
 from pipeline.parallel.context import Parallel
 from pipeline.training.console import Console, make_console, show_job

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.job.run_settings import setting_changes, settings_of
+from pipeline.job.run_file import setting_changes, settings_of
 from tests.job.drafts import A100, draft, world
 
 GOES_ON = " (a saved dynamic scale continues from where it was)"
