@@ -37,7 +37,6 @@ from pipeline.data.inputs import (
     holds_json_lines,
     hub_files,
     hub_problem,
-    is_hub_name,
     is_json,
     is_remote,
     is_saved_dataset,
@@ -45,6 +44,7 @@ from pipeline.data.inputs import (
     remote_problem,
     token_prefix,
 )
+from pipeline.hugging_face.folder_files import is_hub_name
 
 # Of the standard library's folder: other packages, tests, and tables generated into modules.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "lib-dynload", "test", "tests", "idlelib", "lib2to3"}

@@ -21,6 +21,7 @@ from pipeline.base.json_reader import saved_json
 from pipeline.base.problems import JobError, Problem, job_error
 from pipeline.base.user_input import exists, is_file
 from pipeline.base.words import few
+from pipeline.hugging_face.folder_files import HUB
 
 Kind = Literal["text", "jsonl", "parquet", "arrow"]
 
@@ -36,7 +37,6 @@ RECORD_SUFFIXES = (*_JSONL_SUFFIXES, ".parquet")
 
 # Bytes of a line that are looked at to tell lines of JSON from one value in a file.
 _LONGEST_LINE = 1 << 26
-_HUB = "hub:"
 # The slices that `datasets` knows, train[:10%], would be ignored: its files hold the whole split.
 _SPLIT = re.compile(r"[\w.-]+")
 _STATE = "state.json"
@@ -142,14 +142,9 @@ def arrow_files(folder: Path) -> list[str]:
         raise job_error("data", str(folder), rule, "Save the dataset again") from error
 
 
-def is_hub_name(path: str) -> bool:
-    """Whether it names a dataset of the hub."""
-    return path.startswith(_HUB)
-
-
 def hub_problem(path: str) -> Problem | None:
     """What is wrong with the form of hub:NAME[:SPLIT]."""
-    name, colon, split = path.removeprefix(_HUB).partition(":")
+    name, colon, split = path.removeprefix(HUB).partition(":")
     if name and (_SPLIT.fullmatch(split) or not colon):
         return None
     rule = "is not hub:NAME or hub:NAME:SPLIT with the name of a whole split"
@@ -164,7 +159,7 @@ def hub_files(path: str) -> list[str]:
     """
     from datasets import load_dataset
 
-    name, _, split = path.removeprefix(_HUB).partition(":")
+    name, _, split = path.removeprefix(HUB).partition(":")
     try:
         dataset = load_dataset(name, split=split or "train")
     except Exception as error:  # of any layer of the network

@@ -29,6 +29,7 @@ from pipeline.hugging_face.folder_files import (
     TOKENIZER_CONFIG,
     files_beside,
     json_object,
+    local_folder,
 )
 
 BYTES = "bytes"
@@ -94,13 +95,15 @@ class TokenizerFacts:
 
 
 def tokenizer_facts(name: str | None) -> TokenizerFacts:
-    """What is known of the tokenizer `name`: ``bytes`` (also for None) or a Hugging Face folder.
+    """What is known of the tokenizer `name`: ``bytes`` (also for None), a Hugging Face folder or hub:NAME.
 
     Raises:
-        JobError: no folder, no tokenizer.json in it, no eos_token named, or one that has no id.
+        JobError: as `local_folder`; no folder, no tokenizer.json in it, no eos_token named, or one that has
+            no id.
     """
     if name is None or name == BYTES:
         return _facts(BYTES, byte_tokenizer_json(), END)
+    name = local_folder("tokenizer", name)
     folder = Path(name)
     try:
         text = read_text(folder / TOKENIZER, _MOST_BYTES)

@@ -15,13 +15,14 @@ from pipeline.base.words import cut, size
 from pipeline.data.blend import Blend, BlendSource, BlendState, ResumedBlend, resume_blend
 from pipeline.data.corpus import Corpus, SourceSpec, find_corpus
 from pipeline.data.folder_search import left_out_text
-from pipeline.data.inputs import is_hub_name, is_remote
+from pipeline.data.inputs import is_remote
 from pipeline.data.order import Complement
 from pipeline.data.packing import PackedDataset, Packing
 from pipeline.data.preparation import DEFAULT_WAIT, Rules, cache_identity, cached_tokens, sample_text
 from pipeline.data.split import Split, SplitRule, split_source
 from pipeline.data.token_file import TokenFile, WatchedFile, count_tokens, is_quick_to_open
 from pipeline.data.tokenizer import ByteTokenizer, Tokenizer, vocabulary_problems
+from pipeline.hugging_face.folder_files import is_hub_name
 
 # Bytes of a source's text that are encoded before a run starts, to know what ranks will find.
 LOOKED_AT = 1 << 20

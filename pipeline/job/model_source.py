@@ -16,7 +16,7 @@ from pipeline.base.problems import JobError, Problem
 from pipeline.base.user_input import exists, is_file, is_folder
 from pipeline.base.words import few
 from pipeline.data.tokenizer_folder import TOKENIZER, TokenizerFacts, chosen_tokenizer, tokenizer_facts
-from pipeline.hugging_face.folder_files import left_behind
+from pipeline.hugging_face.folder_files import hub_folder, is_hub_name, left_behind, plain_hub_name
 from pipeline.job.initial_weights import folder_weights_problems, model_folder
 from pipeline.job.models import AUTO, CONFIG_FILE, PRESETS, load_model
 from pipeline.job.options import Options
@@ -107,6 +107,33 @@ def left_behind_notes(options: Options, choice: TokenizerChoice) -> list[Problem
         rule = "its tokenizer_config.json names code of its own (auto_map); tokenizer.json is used without it"
         notes.append(Problem("tokenizer", choice.name, rule, "", "note"))
     return notes
+
+
+def hub_output_folder(options: Options) -> str:
+    """The folder of a run whose ``--model`` is hub:NAME, as of one with a folder called NAME."""
+    return output_folder(options, str(Path(plain_hub_name(options.model)) / CONFIG_FILE))
+
+
+def from_hub(options: Options, key: str, output_dir: str) -> tuple[str, str]:
+    """What a run in `output_dir` reads for hub:NAME, and the precise name hub:NAME@COMMIT, to be kept.
+
+    A run that resumes has both in its own folder. The name stays as it is where the hub has no folder for it:
+    whoever reads that reports it.
+
+    Args:
+        key: ``model`` or ``tokenizer``.
+    """
+    name, run = getattr(options, key), Path(output_dir)
+    if not starts_anew(options, run):
+        run = run if options.resume == "auto" else Path(options.resume).absolute().parent.parent
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # as if there were no run
+            saved = saved_json(run / RUN_FILE)["options"][key]
+            if is_hub_name(saved) and plain_hub_name(saved) == plain_hub_name(name):
+                return (saved if key == "model" else str(run / TOKENIZER_FOLDER)), saved
+    found = hub_folder(key, name)
+    if isinstance(found, Problem):
+        return name, name
+    return str(found), f"hub:{plain_hub_name(name)}@{found.name}"
 
 
 def output_folder(options: Options, model_name: str) -> str:

@@ -19,6 +19,7 @@ from pipeline.base.problems import JobError, Problem, job_error
 from pipeline.base.user_input import exists, is_file, is_folder
 from pipeline.base.words import did_you_mean
 from pipeline.hugging_face.config import KINDS, model_from_hugging_face
+from pipeline.hugging_face.folder_files import local_folder
 from pipeline.model.config import ModelConfig, model_from_json
 
 
@@ -299,18 +300,18 @@ def load_model(name: str, device: str) -> ModelConfig:
     Args:
         name: A preset, by its own name or a usual one; ``auto`` (``tiny`` on CPU, else
             ``gpt2-124m``); a JSON file, either a Hugging Face config.json or the fields of
-            `ModelConfig`; or a folder that holds a config.json.
+            `ModelConfig`; a folder that holds a config.json; or hub:NAME.
         device: ``cpu`` or ``cuda``.
 
     Raises:
-        JobError: no such preset, file or kind, or a file that describes a model that cannot be built; all
-            reasons.
+        JobError: as `local_folder`; no such preset, file or kind, or a file that describes a model that
+            cannot be built; all reasons.
     """
     if name == AUTO:
         name = "tiny" if device == "cpu" else "gpt2-124m"
     if preset := preset_of(name):
         return PRESETS[preset].model
-    path = Path(name)
+    path = Path(local_folder("model", name))
     if is_folder(path):
         path = path / CONFIG_FILE
     if not is_file(path):
@@ -322,7 +323,7 @@ def _unknown(name: str, path: Path) -> Problem:
     if is_folder(path.parent) and path.name == CONFIG_FILE:
         return Problem("model", name, f"the folder has no {CONFIG_FILE}", "Give a model's folder or file")
     if path.suffix == ".json" or len(path.parts) > 1:
-        hub = f"; a hub's model: hf download {name} --local-dir FOLDER, then --model FOLDER"
+        hub = f"; of a model on the hub, give hub:{name}"
         remedy = f"Correct the path{hub if len(path.parts) == 2 and not path.suffix else ''}"
         return Problem("model", name, "there is no such file or folder", remedy)
     return Problem(

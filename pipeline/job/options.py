@@ -106,9 +106,9 @@ class Options:
     strict: bool = False
     """Refuse what is otherwise noted: keys of the JSON that change nothing in this job."""
     model: PathName = "auto"
-    """Preset or a usual name of one (gpt2, llama-3-8b), a config.json, or a Hugging Face folder. Presets and
-    a config.json get random weights; a folder's weights and tokenizer are used where it has some. auto: tiny
-    on CPU, gpt2-124m on GPU."""
+    """Preset or a usual name of one (gpt2, llama-3-8b), config.json, Hugging Face folder or hub:NAME. Presets
+    and a config.json get random weights; a folder's weights and tokenizer are used where it has some. auto:
+    tiny on CPU, gpt2-124m on GPU."""
     data: tuple[PathName, ...] = ()
     """Text files, .jsonl, .parquet, folders of them, datasets, the PREFIX of Megatron token files, hub:NAME;
     PATH=WEIGHT for a blend. Also .ndjson and .json with an object on each line, .gz and .zst of these, saved
@@ -121,8 +121,8 @@ class Options:
     """Validation sets, each evaluated and logged by its name. A NAME may come several times. None: a share of
     --data."""
     tokenizer: Annotated[str, Limits(path=True), "FOLDER"] | None = None
-    """bytes, or a Hugging Face tokenizer folder. None: the one beside token files, else the model's, else
-    bytes."""
+    """bytes, a Hugging Face tokenizer folder or hub:NAME. None: the one beside token files, else the model's,
+    else bytes."""
     text_field: str = "text"
     """The field of JSON lines, and the column of Parquet files and datasets, that holds the text."""
     on_bad_record: BadRecord = "stop"

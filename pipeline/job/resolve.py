@@ -14,6 +14,7 @@ from pipeline.base.problems import JobError, Problem, job_error
 from pipeline.base.user_input import exists, parse_duration, unwritable
 from pipeline.data.corpus import SourceSpec
 from pipeline.data.split import USUAL_LIMIT
+from pipeline.hugging_face.folder_files import is_hub_name
 from pipeline.job.batch import MICRO, STEPS, TRAIN, BatchRequest, resolve_batch
 from pipeline.job.data_sources import training_sources, validation_sets
 from pipeline.job.deepspeed_dict import deepspeed_dict, reduce_bucket, resolved_monitors, training_of
@@ -36,6 +37,8 @@ from pipeline.job.model_source import (
     TokenizerChoice,
     choose_tokenizer,
     facts_of,
+    from_hub,
+    hub_output_folder,
     left_behind_notes,
     model_of,
     output_folder,
@@ -143,7 +146,9 @@ def examine(
     draft = Draft(options, world, list(problems))
     settings = Settings(with_values(read_json(config_path(options.deepspeed_config)), options.set))
     draft.problems += [*option_problems(options), *settings.problems]
+    options = _model_from_hub(options, draft)
     draft.model = draft.derive("model", _model, options, world)
+    options = _tokenizer_from_hub(options, draft)
     _inputs(options, draft)
     tokenizer = known(draft.tokenizer).facts
     facts = Facts(options, settings, world, draft.model, _tokenizer=tokenizer, sources=draft.sources)
@@ -184,6 +189,25 @@ def _model(options: Options, world: World | None) -> ModelConfig:
     if options.model == "auto" and world is None:
         raise Undecided
     return model_of(options, world.device if world else "cpu")
+
+
+def _model_from_hub(options: Options, draft: Draft) -> Options:
+    """The options with a folder in place of hub:NAME; the draft keeps the name, with the commit."""
+    if not is_hub_name(options.model):
+        return options
+    output_dir = hub_output_folder(options)
+    used, kept = from_hub(options, "model", output_dir)
+    draft.options = replace(draft.options, model=kept)
+    return replace(options, model=used, output_dir=output_dir)
+
+
+def _tokenizer_from_hub(options: Options, draft: Draft) -> Options:
+    """As `_model_from_hub`, for the tokenizer."""
+    if not is_hub_name(options.tokenizer) or draft.model is None:
+        return options
+    used, kept = from_hub(options, "tokenizer", output_folder(options, draft.model.name))
+    draft.options = replace(draft.options, tokenizer=kept)
+    return replace(options, tokenizer=used)
 
 
 def _inputs(options: Options, draft: Draft) -> None:
@@ -324,7 +348,7 @@ def _check_folder(facts: Facts, draft: Draft) -> None:
 
 
 def _assemble(facts: Facts, draft: Draft) -> Job:
-    options, settings, steps = facts.options, facts.settings, known(draft.train_steps)
+    options, settings, steps = draft.options, facts.settings, known(draft.train_steps)
     output_dir, clipping = _output_dir(facts, draft), _clipping(facts, draft)
     batch, precision = known(draft.batch), known(draft.precision)
     bucket = _reduce_bucket(facts, draft)
@@ -441,7 +465,7 @@ def _time_limit(options: Options) -> float | None:
 
 def _output_dir(facts: Facts, draft: Draft) -> str:
     folder = output_folder(facts.options, facts.model.name)
-    given = facts.options.output_dir is not None
+    given = draft.options.output_dir is not None
     return folder if given else draft.note("output_dir", folder, "the model's name")
 
 

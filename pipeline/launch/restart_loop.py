@@ -23,6 +23,7 @@ from pipeline.cluster.agent.launch_spec import Limits
 from pipeline.cluster.folder_lock import running_problems
 from pipeline.cluster.launcher_options import LauncherOptions
 from pipeline.cluster.outcome import Failure, Outcome
+from pipeline.hugging_face.folder_files import is_hub_name
 from pipeline.job.job import Job
 from pipeline.job.options import Options
 from pipeline.job.report import console, print_problems
@@ -132,8 +133,16 @@ def _selected(job: Job, resume: str) -> Checkpoint | None:
         return None
 
 
+def with_commits(arguments: Sequence[str], options: Options) -> list[str]:
+    """A job's arguments with hub:NAME as the check has found it, hub:NAME@COMMIT: all hosts read the same."""
+    found = {f"--{key}": getattr(options, key) for key in ("model", "tokenizer")}
+    named = {option: name for option, name in found.items() if is_hub_name(name)}
+    return [*without(arguments, *named), *(word for pair in named.items() for word in pair)]
+
+
 def _start(ready: Ready, arguments: Sequence[str]) -> Outcome:
     job = ready.job
+    arguments = with_commits(arguments, job.options)
     try:
         return start_once(job.world, job.output_dir, ready.launcher, arguments, ready.batch, ready.inquiry)
     except NoAddress as error:

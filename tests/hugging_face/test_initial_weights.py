@@ -6,12 +6,21 @@ import json
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from fnmatch import fnmatch
 from pathlib import Path
+from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 import torch
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 from safetensors.torch import load_file, save_file
 
 from pipeline.base.problems import JobError
@@ -19,10 +28,13 @@ from pipeline.data.tokenizer import ByteTokenizer
 from pipeline.data.tokenizer_folder import tokenizer_facts
 from pipeline.engine.agreement import WeightsMismatch, agree_on_weights
 from pipeline.engine.folder_weights import FolderWeights
+from pipeline.hugging_face.folder_files import hub_folder
 from pipeline.hugging_face.tensor_map import tensor_map
 from pipeline.job.initial_weights import folder_weights_problems, initial_weights
 from pipeline.job.models import load_model
+from pipeline.job.options import from_run_file
 from pipeline.job.resolve import Draft, examine
+from pipeline.job.run_file import TOKENIZER_FOLDER, run_json, write_run_file
 from pipeline.job.world import Host, World
 from pipeline.model.config import ModelConfig
 from pipeline.parallel.context import Parallel
@@ -32,6 +44,7 @@ from tests.harness import init_deepspeed_distributed, run_ranks
 from tests.hugging_face.folders import only_config, options, write_folder
 
 WORLD = World((Host("localhost", 1),), "cpu")
+COMMIT = "1f2e3d4c" * 5
 
 
 @pytest.fixture
@@ -395,3 +408,82 @@ def test_values_that_are_no_numbers_are_refused_by_name(folder: Path, value: flo
             assert f"holds values in {name}" in problem.rule
             refused.append(parameter)
     assert refused == ["3.mlp.down.weight"]
+
+
+@pytest.fixture
+def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, object]]:
+    """The hub's cache with one model, and what was asked of it; "error" is raised instead."""
+    snapshot = folder.rename(tmp_path / COMMIT)
+    ByteTokenizer().save(snapshot)
+    seen: dict[str, object] = {"asked": [], "folder": snapshot}
+
+    def download(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        seen["asked"].append((name, revision, "model.safetensors" in allow_patterns))
+        unwanted = ("pytorch_model.bin", "modeling.py", "original/consolidated.00.pth")
+        assert not any(fnmatch(file, each) for file in unwanted for each in allow_patterns)
+        if "error" in seen:
+            raise seen["error"]
+        return str(snapshot)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    hub_folder.cache_clear()
+    yield seen
+    hub_folder.cache_clear()
+
+
+def test_a_model_of_the_hub_is_a_folder_with_a_precise_name(hub: dict[str, object], tmp_path: Path):
+    given = options(tmp_path, "hub:org/gpt", tokenizer="hub:org/gpt@v1", output_dir=None)
+    found = examine(given, WORLD).job
+    assert found is not None and found.initial_weights.folder == hub["folder"]
+    assert found.output_dir == "runs/from_gpt"
+    assert hub["asked"] == [("org/gpt", None, True), ("org/gpt", "v1", False)]
+    kept = run_json(found)["options"]
+    assert (kept["model"], kept["tokenizer"]) == (f"hub:org/gpt@{COMMIT}",) * 2
+    assert kept["output_dir"] is None
+
+
+def test_a_run_that_resumes_needs_no_hub(hub: dict[str, object], tmp_path: Path):
+    given = options(tmp_path, "hub:org/gpt", tokenizer="hub:org/gpt")
+    first = examine(given, WORLD).job
+    run = write_run_file(first).parent
+    ByteTokenizer().save(run / TOKENIZER_FOLDER)
+    (run / "checkpoints" / "global_step1").mkdir(parents=True)
+    hub_folder.cache_clear()
+    hub["asked"].clear()
+    for again in (given, from_run_file(run / "run.json")):
+        second = examine(again, WORLD)
+        assert second.errors == [] and second.job.identity == first.identity
+        assert second.job.options.model == second.job.options.tokenizer == f"hub:org/gpt@{COMMIT}"
+    assert hub["asked"] == []
+
+
+ANSWER = {"response": SimpleNamespace(headers={}, request=None, status_code=403)}
+
+
+@pytest.mark.parametrize(
+    ("error", "rule", "remedy"),
+    [
+        (LocalEntryNotFoundError("offline"), "cannot be reached", "hf download org/gpt --local-dir FOLDER"),
+        (ConnectionError("no route"), "cannot be reached", "--{key} FOLDER"),
+        (
+            RepositoryNotFoundError("No such", **ANSWER),
+            "RepositoryNotFoundError: No such",
+            "Correct the name",
+        ),
+        (GatedRepoError("401\n\nrestricted", **ANSWER), "401 restricted", "hf auth login"),
+        (HFValidationError("Repo id must be"), "Repo id must be", "Correct the name"),
+    ],
+)
+def test_what_the_hub_does_not_give(hub: dict[str, object], tmp_path: Path, error, rule: str, remedy: str):
+    hub["error"] = error
+    for key, name in (("model", "hub:org/gpt"), ("tokenizer", "hub:org/gpt")):
+        given = options(tmp_path, **{"model": "tiny", key: name})
+        (said,) = examine(given, WORLD).errors
+        assert said.key == key and rule in said.rule and remedy.format(key=key) in said.remedy
+    assert len(hub["asked"]) == 2  # once for each, not with every reader
+
+
+def test_a_model_of_the_hub_without_safetensors(hub: dict[str, object], tmp_path: Path):
+    (hub["folder"] / "model.safetensors").unlink()
+    (said,) = examine(options(tmp_path, "hub:org/gpt"), WORLD).errors
+    assert "no weights as safetensors" in said.rule and str(hub["folder"] / "config.json") in said.remedy
