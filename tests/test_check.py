@@ -393,7 +393,7 @@ def test_what_is_wrong_with_a_job_is_said_by_the_check_and_by_the_start_alike(
         ("--train_steps 20", 10**12, "2.4 passes"),
         ("--train_steps 200", 10**12, "24 passes, of which 4 are nearly as good as new data"),
         ("--train_steps 400", 10**12, "48 passes over {}/text.txt (9,001 tokens, counted): up to 4"),
-        ("--train_steps 400", 10**12, "Give more data (with 1.1e+05 tokens, 4 passes), or --train_steps 33"),
+        ("--train_steps 400", 10**12, "Give more data (with 107,789 tokens, 4 passes), or --train_steps 33"),
         ("--data {}/large.txt", 10**12, "2,000,000 tokens, estimated from 1.91 MiB of text by a sample"),
         ("--data hub:a/b", 10**12, "at an address, from which ranks read it when they start"),
         ("--model gpt2", 10**12, "has 257 ids, and gpt2-124m has rows for 50,257: 38,400,000"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pipeline.base.fields import AUTO
 from pipeline.base.problems import job_error
 from pipeline.job.job import Batch, Resolved
 
@@ -89,7 +90,7 @@ def _train(request: BatchRequest, where: Callable[[str], str]) -> tuple[int, tup
         return train, (Resolved(TRAIN, train, f"{micro} * {steps} * {data} data ranks"),)
     if request.usual is None:
         rule = "a model read from a file has no usual batch"
-        raise job_error(where(TRAIN), None, rule, f"Give {TRAIN} or {MICRO}")
+        raise job_error(where(TRAIN), AUTO, rule, f"Give {TRAIN} or {MICRO}")
     unit = (micro or 1) * (steps or request.least_steps) * data
     train = -(-request.usual // unit) * unit
     reason = f"the model's usual {request.usual}"

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 from pipeline.base.problems import Problem
-from pipeline.base.words import listed, size
+from pipeline.base.words import counted, listed, size
 from pipeline.data.tokenizer_folder import BYTES
 from pipeline.job.deepspeed_dict import training_of
 from pipeline.job.facts import Facts
@@ -190,11 +190,13 @@ def _host_memory(f: Facts, held: RankMemory) -> Iterable[Problem]:
     needed = ranks * (held.host + (held.total if on_cpu else 0))
     if has is not None and needed > has:
         what = "" if on_cpu else "offloaded state of "
-        rule = f"{what}{ranks} ranks takes {size(needed)} of this host's memory, which has {size(has)}"
+        take = "takes" if what or ranks == 1 else "take"
+        who = f"{what}{counted(ranks, 'rank')} {take}"
+        rule = f"{who} {size(needed)} of this host's memory, which has {size(has)}"
         remedy = "Use a smaller model or more hosts, or offload less"
         if on_cpu:
             less = _least_change(f, has // ranks, with_activations=True)
-            remedy = f"{less}; --device checks for GPUs"
+            remedy = f"{less}; pipeline.check with --device checks for GPUs"
         yield Problem("model", f.model.name, rule, remedy, "warning")
 
 

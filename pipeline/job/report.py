@@ -228,6 +228,7 @@ def model_line(model: ModelConfig) -> str:
     return (
         f"{count:,} parameters{padding if padded != count else ''}; {model.num_layers} layers, hidden size "
         f"{model.hidden_size}, {heads}, feed-forward {model.ffn_hidden_size}, {model.position} positions"
+        f"{f', dropout {model.dropout:g}' if model.dropout else ''}"
         f"{f', rescaled ({model.rope_scaling.rope_type})' if model.rope_scaling else ''}"
     )
 

@@ -81,7 +81,14 @@ def folder_problems(folder: Path, wanted: dict[str, Any]) -> list[Problem]:
     if not differing:
         return []
     rule = f"holds another run: {'; '.join(differing)}"
-    return [Problem("output_dir", str(folder), rule, "Use another --output_dir, or that run's settings")]
+    return [
+        Problem(
+            "output_dir",
+            str(folder),
+            rule,
+            f"Use another --output_dir, or that run's settings: --config {path}",
+        )
+    ]
 
 
 def restart_problems(folder: Path, resume: str) -> list[Problem]:

@@ -225,7 +225,7 @@ def _many_passes(job: Job, source: ForeseenSource) -> list[Problem]:
     )
     needed, steps = source.tokens * passes / GOOD_PASSES, int(job.train_steps * GOOD_PASSES / passes)
     fewer = f", or --train_steps {steps}" if steps else ", or train a smaller model on smaller batches"
-    remedy = f"Give more data (with {needed:.2g} tokens, {GOOD_PASSES} passes){fewer}"
+    remedy = f"Give more data (with {needed:,.0f} tokens, {GOOD_PASSES} passes){fewer}"
     return [Problem("train_steps", job.train_steps, rule, remedy, "warning")]
 
 
