@@ -33,7 +33,8 @@ def repetition_lines(job: Job, data: TrainingData) -> list[str]:
         passes = samples * float(source.weight) / source.dataset.samples_per_epoch
         if source.weight:
             advice = " and will overfit: give it more" if passes > MANY_PASSES else ""
-            lines.append(f"this run goes {passes:,.1f} times over {cut(source.name)}{advice}")
+            times = f"{passes:,.1f}" if passes >= 0.1 else f"{passes:.1g}"
+            lines.append(f"this run goes {times} times over {cut(source.name)}{advice}")
     return lines
 
 
@@ -111,8 +112,10 @@ def _written(folder: str) -> str:
 
 def _program(name: str) -> str:
     """How a shell calls a program of this environment: by its name, if the shell that started this does."""
-    is_active = os.environ.get("VIRTUAL_ENV") == sys.prefix or sys.prefix == sys.base_prefix
-    return name if is_active else str(Path(sys.prefix) / "bin" / name)
+    if os.environ.get("VIRTUAL_ENV") == sys.prefix or sys.prefix == sys.base_prefix:
+        return name
+    path = Path(sys.prefix) / "bin" / name
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def _again(job: Job, *more: str) -> str:
