@@ -64,6 +64,26 @@ _OPTIONS_OF_OTHERS = {
 }
 
 
+# What is here otherwise, or not at all: rule and remedy, with the value that was given.
+_ANSWERS = {
+    "compile": ("there is no such option: blocks are not compiled", "Leave it out"),
+    "use_flash_attn": ("there is no such option: torch takes fused attention where it can", "Leave it out"),
+    "expert_model_parallel_size": ("there is no such option: models here have no experts", "Leave it out"),
+    "exit_duration_in_mins": ("has another name here", "Give --time_limit {}m"),
+    "use_distributed_optimizer": ("is ZeRO stage 1 here", "Give --set zero_optimization.stage=1"),
+    "overlap_grad_reduce": (
+        "is zero_optimization.overlap_comm of the DeepSpeed JSON",
+        "Give --set zero_optimization.overlap_comm=true",
+    ),
+    "sequence_parallel": (
+        "slices activations beside tensor parallelism, and here Ulysses slices whole sequences",
+        "Leave it out, or give --set sequence_parallel_size=2",
+    ),
+    "num_layers_per_virtual_pipeline_stage": (
+        "interleaves the stages, which is not done here",
+        "Leave it out; --set pipeline.schedule=dualpipev has two chunks on each stage",
+    ),
+}
 # nanoGPT's words for what Megatron-LM has as arguments, too.
 _SIZES_OF_OTHERS = {"n_layer": "num_layers", "n_head": "num_attention_heads", "n_embd": "hidden_size"}
 _OFF = ("false", "0", "no", "none")
@@ -97,8 +117,9 @@ def option_of_others(name: str, values: Sequence[str]) -> tuple[str, str] | None
         choice = f", VALUE one of {', '.join(KEYS[key].choices)}" if key in _VALUES_OF_OTHERS else ""
         choice = choice if given == "VALUE" else ", or write it there"
         return f"is {key} of the DeepSpeed JSON", f"Give --set {key}={given}{choice}"
-    if name == "compile":
-        return "there is no such option: blocks are not compiled", "Leave it out"
+    if answer := _ANSWERS.get(name):
+        rule, remedy = answer
+        return rule, remedy.format(value or "VALUE")
     if size := _SIZES_OF_OTHERS.get(name):
         return "is an argument of nanoGPT", of_megatron(size, value, {})[1]
     return of_megatron(name, value, {})

@@ -83,6 +83,8 @@ def test_the_world_size_belongs_to_the_check() -> None:
         ("--hidden-size 64", "is an argument of Megatron-LM or GPT-NeoX", '"hidden_size": 64'),
         ("--block_size 64", "has another name here", "Give --seq_length 64"),
         ("--n_layer 3", "is an argument of nanoGPT", '"num_hidden_layers": 3'),
+        ("--exit-duration-in-mins 90", "has another name here", "Give --time_limit 90m"),
+        ("--use-distributed-optimizer", "is ZeRO stage 1 here", "--set zero_optimization.stage=1"),
         ("--compile", "blocks are not compiled", "Leave it out"),
         ("--seed many", "must be a whole number", "Give a whole number"),
         ("--dropout=much", "must be a number", "Give a number"),
