@@ -156,9 +156,8 @@ def sample_text(engine: TrainEngine, job: Job, tokenizer: Tokenizer, prompt: str
         tokens = torch.zeros(job.batch.micro_batch_size, length, dtype=torch.int64)
         tokens[0, : len(window)] = window
         logits = engine.next_token_logits(tokens.to(engine.deepspeed.device), len(window) - 1)
-        chosen = torch.multinomial(
-            torch.softmax(logits.cpu() / SAMPLE_TEMPERATURE, -1), 1, generator=generator
-        )
+        logits = logits[: tokenizer.vocab_size].cpu()  # a model may have more ids, which are no text
+        chosen = torch.multinomial(torch.softmax(logits / SAMPLE_TEMPERATURE, -1), 1, generator=generator)
         if engine.parallel.control_group is not None:
             dist.broadcast(chosen, src=0, group=engine.parallel.control_group)
         if int(chosen) == tokenizer.end_of_document:

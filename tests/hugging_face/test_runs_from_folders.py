@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from pipeline.data.tokenizer import ByteTokenizer
 from pipeline.export import main as export
 from pipeline.generate import main as generate
 from tests.end_to_end.jobs import TIMES, write_text
@@ -66,10 +67,15 @@ def test_a_run_goes_on_without_the_folder_it_began_with(tmp_path: Path):
 
 
 def test_random_weights_are_said_to_be_random(tmp_path: Path):
+    """And their sample has no ids but those of the tokenizer, which are fewer."""
     folder = write_folder(tmp_path / "model", "gpt2")
     bare = only_config(folder, tmp_path / "bare")
-    said = run_job(arguments(tmp_path, "run", bare, 1), 1).check().stdout[0]
+    config = json.loads((bare / "config.json").read_text())
+    (bare / "config.json").write_text(json.dumps({**config, "vocab_size": 2 * ByteTokenizer.vocab_size}))
+    job = [*arguments(tmp_path, "run", bare, 1), "--sample_tokens", "20"]
+    said = run_job(job, 1).check().stdout[0]
     assert f"starting at step 0 from random weights: no weights in {bare}" in said
+    assert "sample:" in said
 
 
 # The page ----------------------------------------------------------------------------------------------
