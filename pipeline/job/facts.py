@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 from pipeline.base.fields import AUTO, MISSING, Undecided, build, check
 from pipeline.base.json_reader import Document
 from pipeline.base.problems import Problem, Severity
-from pipeline.base.words import did_you_mean
+from pipeline.base.words import did_you_mean, near
 from pipeline.data.corpus import SourceSpec
 from pipeline.data.tokenizer_folder import TokenizerFacts
 from pipeline.job.foreign_keys import FOREIGN, MISNAMED, OLD_NAMES, is_comment, of_megatron
@@ -199,7 +199,7 @@ def _unknown(block: str, name: str, value: object, file: Mapping[str, Any]) -> t
         return rule, MISNAMED[path].format(value)
     siblings = children(block) if block in KEYS or not block else ()
     owners = [each for each, key in KEYS.items() if each.rpartition(".")[2] == name and not key.block]
-    if owners and name not in siblings:
+    if owners and not (block and near(name, siblings)):
         remedy = f"It belongs at {' or '.join(owners)}"
     else:
         remedy = did_you_mean(name, siblings)

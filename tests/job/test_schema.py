@@ -36,6 +36,7 @@ def nested(path: str, value: Any) -> dict[str, Any]:
         ("zero_optimization.comm_overlap", True, "The nearest name is overlap_comm"),
         ("data_types.grad_acum_dtype", "fp32", "The nearest name is grad_accum_dtype"),
         ("lr", 0.1, "It belongs at optimizer.params.lr"),
+        ("pipeline.stage", 2, "The nearest name is stages"),
         ("pipeline.nonsense", 1, "Choose from partition, schedule, stages"),
         ("train_batch_size", 0, "must be at least 1"),
         ("train_batch_size", -4, "must be at least 1"),
