@@ -58,12 +58,13 @@ def _fits(f: Facts, tensor: int, sequence: int) -> bool:
 
 def _other_size(f: Facts, axis: str) -> str:
     """The sizes of one axis that go with all the other settings, as a remedy."""
-    sizes = range(1, f.model.num_heads + 1)
-    if axis == "tensor":
-        legal = [size for size in sizes if _fits(f, size, f.sequence)]
-    else:
-        legal = [size for size in sizes if _fits(f, f.tensor, size)]
-    return f"Use {listed(legal)}" if legal else "Use 1 for it and for the other parallel sizes"
+    of_tensor = axis == "tensor"
+    sizes, beside = range(1, f.model.num_heads + 1), f.sequence if of_tensor else f.tensor
+    for other in dict.fromkeys((beside, 1)):
+        if legal := [size for size in sizes if _fits(f, *((size, other) if of_tensor else (other, size)))]:
+            key = "sequence_parallel_size" if of_tensor else "tensor_parallel.autotp_size"
+            return f"Use {listed(legal)}" + (f", with {key} 1" if other != beside else "")
+    return "Use 1 for it and for the other parallel sizes"
 
 
 def tensor_divides(f: Facts) -> Iterable[Problem]:
