@@ -139,6 +139,7 @@ def run_json(job: Job) -> dict[str, Any]:
     return {
         "command": list(job.command),
         "arguments": list(job.arguments),
+        "folder": str(Path.cwd()),  # from which relative paths count
         "hosts": [
             {"name": host.name, "slots": host.slots, "devices": list(host.devices)} for host in world.hosts
         ],

@@ -135,6 +135,7 @@ def _summarize(loop: Loop, prepared: Prepared, file: MetricsFile | None) -> None
             logger.info(hint)
     prompt, count = job.reporting.sample_prompt, job.reporting.sample_tokens
     if count > 0:
+        logger.info(f"sampling up to {counted(count, 'token')} ...")  # a pass over a whole sequence for each
         try:
             text = sample_text(loop.engine, job, prepared.data.tokenizer, prompt, count)
             logger.info(f"sample:\n{text}\n")

@@ -100,6 +100,7 @@ def test_run_file_holds_the_job(alone: Report):
     assert saved["hosts"] == [{"name": "localhost", "slots": 1, "devices": [0]}]
     assert saved["device"] == {"kind": "cpu", "name": None, "memory": None}
     assert saved["arguments"][:2] == ["--deepspeed_config", str(alone.shop.folder / "config.json")]
+    assert saved["folder"] == str(Path.cwd())
 
 
 @pytest.mark.slow
