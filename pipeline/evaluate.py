@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -254,7 +255,7 @@ def evaluate_rank(
     inherited: Inherited | None,
 ) -> int:
     """One rank's part of the evaluation; the exit code."""
-    stop.leave = lambda name: link.left_early(f"{name} on rank {environment.rank} before the evaluation")
+    stop.leave = partial(_leave_early, environment, link)
     try:
         with one_report_per_host(environment):
             request = read_request(arguments)
@@ -271,6 +272,10 @@ def evaluate_rank(
         return refuse(error, environment, link)
     except Exception as error:  # noqa: BLE001  (reported, and the exit code is 1)
         return fail(error, 0, environment, link)
+
+
+def _leave_early(environment: RankEnvironment, link: RankLink, request: str) -> None:
+    link.left_early(f"{request} on rank {environment.rank} before the evaluation")
 
 
 def _interrupt(number: int, _frame: FrameType | None) -> None:

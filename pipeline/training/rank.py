@@ -129,7 +129,8 @@ def read_job(options: Options, environment: RankEnvironment, inherited: Inherite
     else:
         batch, command = (), start_command(environment.world_size)
     job = replace(resolve(options, world, batch), command=command)
-    if problems := [*resume_problems(job), *(space_problems(job) if options.saves else ())]:
+    problems = [*resume_problems(job), *(space_problems(job) if options.saves else ())]
+    if any(problem.severity == "error" for problem in problems):
         raise JobError(problems)
     return job
 

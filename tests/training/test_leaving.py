@@ -66,7 +66,10 @@ def test_no_rank_leaves_before_the_outcome_is_written(tmp_path: Path):
 def test_a_process_ends_while_gloo_frees_tensors(end: str, code: int):
     script = f"{SLOW_TO_FREE}\nleave_work()\n{end}"
     command = [sys.executable, "-c", script]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    for _ in range(1 if code == 0 else 3):  # on a busy machine the threads may be done in time
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        if done.returncode == code:
+            return
     assert done.returncode == code, done.stderr
 
 

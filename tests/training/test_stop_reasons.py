@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from pipeline import pretrain
+from pipeline.base.problems import JobError
 from pipeline.base.user_input import parse_duration
+from pipeline.checkpoints.output import space_problems
 from pipeline.cluster.agent.rank_link import RankLink
 from pipeline.cluster.rank_environment import RankEnvironment
 from pipeline.job.job import Job
@@ -228,3 +232,15 @@ def test_codes_and_their_words(tmp_path: Path):
     assert reason_text((0, STOP_FILE)) == "stop file"
     assert reason_text((0, TIME_LIMIT)) == "time limit"
     assert reason_text((3, signal.SIGTERM)) == "SIGTERM on rank 3"
+
+
+def test_a_rank_goes_on_where_later_checkpoints_may_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A warning of the check is none of a rank's refusals."""
+    options = parse_options(["--model", "tiny", "--output_dir", str(tmp_path), "--save_interval", "1"])
+    place = RankEnvironment(0, 1, 0, 1, "127.0.0.1", 29500)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=200 * 10**6))
+    job = rank.read_job(options, place, None)
+    assert [problem.severity for problem in space_problems(job)] == ["warning"]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(JobError, match="no space left"):
+        rank.read_job(options, place, None)
