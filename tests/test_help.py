@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import pytest
 
-from pipeline import check, export, generate, prepare, reshard
+from pipeline import check, evaluate, export, generate, prepare, reshard
 from pipeline.base.fields import fields_of
 from pipeline.base.option_help import example_command, groups_of, is_positional
 from pipeline.checkpoints.export.arguments import GenerateOptions
 from pipeline.cluster.launcher_options import LauncherOptions
 from pipeline.job.models import PRESETS
-from pipeline.job.options import JOB_GROUPS, RECIPES, CheckOptions, Options, parse_options
+from pipeline.job.options import JOB_GROUPS, RECIPES, CheckOptions, EvaluateOptions, Options, parse_options
 from pipeline.job.resolve import resolve
 from pipeline.job.run_file import run_json
 from pipeline.launch import launch
@@ -46,6 +46,7 @@ COMMANDS = {
     "launch": Command(launch.main, (Options, LauncherOptions, Lists), 100),
     "pretrain": Command(lambda asked: parse_options(asked, prog=rank.PROGRAM), (Options,), 80),
     "check": Command(check.main, (CheckOptions, LauncherOptions, Lists), 105),
+    "evaluate": Command(evaluate.main, (EvaluateOptions, LauncherOptions, Lists), 105),
     "reshard": Command(reshard.main, (reshard.ReshardOptions, LauncherOptions, Lists), 105),
     "prepare": Command(prepare.main, (prepare.PrepareOptions,), 50),
     "export": Command(export.main, (export.ExportOptions,), 50),

@@ -296,9 +296,9 @@ def test_every_preset_has_a_first_loss() -> None:
     assert sizes == {preset.model.vocab_size for preset in PRESETS.values()}
 
 
-def test_the_default_model_is_as_large_and_trains_as_long_as_stated() -> None:
+def test_the_default_model_is_as_large_and_trains_as_long_as_stated(tmp_path: Path) -> None:
     text = README.read_text(encoding="utf-8")
-    job = resolve(Options(model="tiny"), world(2))
+    job = resolve(Options(model="tiny", output_dir=str(tmp_path)), world(2))
     assert f"its {job.train_steps:,} steps" in text
     assert f"{total_parameters(job.model):,} parameters" in text
     large = PRESETS["gpt2-124m"].training

@@ -235,7 +235,7 @@ def test_the_run_takes_the_tokenizer_that_lies_beside_its_tokens(tmp_path: Path)
     assert chosen_tokenizer("bytes", [prefix]) == "bytes"
 
 
-def test_the_check_needs_the_tokenizers_library_only(bpe: Path) -> None:
+def test_the_check_needs_the_tokenizers_library_only(bpe: Path, tmp_path: Path) -> None:
     code = (
         "import sys; from pipeline.check import main; code = main(sys.argv[1:])\n"
         "slow = ('transformers', 'torch', 'pyarrow')\n"
@@ -251,6 +251,8 @@ def test_the_check_needs_the_tokenizers_library_only(bpe: Path) -> None:
         "1",
         "--model",
         "gpt2-124m",
+        "--output_dir",
+        str(tmp_path / "run"),
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
