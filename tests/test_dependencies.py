@@ -28,7 +28,8 @@ OPTIONAL = {
 
 
 def names(requirements: list[str]) -> set[str]:
-    return {re.match(r"[\w.-]+", requirement)[0] for requirement in requirements}
+    """As modules are written: the packages that are imported are called like their module."""
+    return {re.match(r"[\w.-]+", requirement)[0].replace("-", "_") for requirement in requirements}
 
 
 def imported() -> dict[str, list[str]]:
@@ -66,5 +67,5 @@ def test_what_is_optional_is_imported_and_in_an_extra() -> None:
 def test_versions_that_the_tests_run_with_are_pinned() -> None:
     """But for packages that constraints.txt says are their users' own."""
     constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
-    pinned = set(re.findall(r"^([\w.-]+)==", constraints, re.MULTILINE))
+    pinned = names(re.findall(r"^[\w.-]+==", constraints, re.MULTILINE))
     assert names([*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["dev"]]) <= pinned
