@@ -106,7 +106,8 @@ def kind(command: str) -> str:
 def environment() -> dict[str, str]:
     """The interpreter's commands first on the PATH, on CPU, one thread per rank."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return os.environ | {"PATH": path, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    inherited = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
+    return inherited | {"PATH": path, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture
@@ -242,6 +243,7 @@ def test_the_shown_run_has_the_form_of_a_run(clone: Path, environment: dict[str,
     (command,) = commands(FIRST_RUN)
     output = run(f"{command} {SHORT} 2 --log_interval 1 2>&1", clone, environment)
     output = output.replace(f"is on {socket.gethostname()};", "is on laptop;")
+    output = output.replace(f"{sys.prefix}/bin/", ".venv/bin/")
     excerpt = blocks("text")[1].text.partition("sample:\n")
     shown = excerpt[0] + excerpt[2][excerpt[2].rindex("\nfinished") :]
     # Printed only where it takes more than two seconds.
