@@ -3,8 +3,8 @@
 #
 #   tests/run.sh --core      the heart of it: order of imports, base, job, model, all four kinds of parallelism
 #                            at once, two mutations, one run that is stopped and resumed (90 seconds)
-#   tests/run.sh --fast      all tests but those marked slow or multihost (3 minutes)
-#   tests/run.sh             all tests but those marked repeats; what CI runs (18 minutes on two cores)
+#   tests/run.sh --fast      all tests but those marked slow or multihost (4 minutes)
+#   tests/run.sh             all tests but those marked repeats; what CI runs (20 minutes on two cores)
 #   tests/run.sh --all       all tests: further pairs of layouts, the benchmarks' own runs
 #
 # Tests run on one process more than there are cores, at most four; with "-n 0" on one, in the order of the files.
