@@ -27,6 +27,7 @@ time.sleep(3.4)
 console.message("tokenizing 473 files")
 time.sleep(1.2)
 link.progress("building", 0)
+time.sleep(1.6)  # agents report once a second
 console.start(["training: 448 documents, 8,403,622 tokens, 131,306 samples per epoch, 37 tokens left out"])
 for step in range(1, 12):
     link.progress("training", step - 1)
